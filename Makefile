@@ -11,6 +11,7 @@
 #   make test-vllm          environment with tools, then the same 498 requests to a real vLLM and to a cluster, compared (HALFMOON_VLLM
 #                           names its program, HALFMOON_VLLM_MODEL a model's directory, made by tests/vllm/make_model.py)
 #   make test-vllm-tier     the store under that vLLM: its real classes, engines that share it, agents that are killed (docs/vllm.md)
+#   make test-vllm-fleet    two of that vLLM behind the conductor, one of them killed in mid-answer (docs/vllm.md)
 #   make test-sglang        the store under SGLang's own storage class, which pip brings (docs/sglang.md)
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
@@ -55,7 +56,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-vllm-tier test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-vllm-router bench-vllm-tier experiments experiments-check nightly golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-vllm-tier test-vllm-fleet test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-vllm-router bench-vllm-tier experiments experiments-check nightly golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -94,10 +95,13 @@ test-clocks: $(DEV_STAMP)
 	HALFMOON_TEST_CLOCKS=1 $(BIN)/python -m pytest -m slow tests/cluster/test_clocks.py $(ARGS)
 
 test-vllm: $(DEV_STAMP)
-	$(BIN)/python -m pytest -m slow tests/vllm --ignore-glob 'tests/vllm/test_tier*.py' $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/vllm --ignore-glob 'tests/vllm/test_tier*.py' --ignore-glob 'tests/vllm/test_fleet*.py' $(ARGS)
 
 test-vllm-tier: $(DEV_STAMP)
 	$(BIN)/python -m pytest -o faulthandler_timeout=3600 -m slow -s tests/vllm/test_tier*.py $(ARGS)
+
+test-vllm-fleet: $(DEV_STAMP)
+	$(BIN)/python -m pytest -o faulthandler_timeout=3600 -m slow -s tests/vllm/test_fleet*.py $(ARGS)
 
 test-sglang: $(DEV_STAMP)
 	HALFMOON_SGLANG_WHEEL=$${HALFMOON_SGLANG_WHEEL:-$$($(BIN)/python tests/sglang/bring_wheel.py)} $(BIN)/python -m pytest -m slow -s tests/sglang $(ARGS)

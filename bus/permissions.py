@@ -52,6 +52,21 @@ _SAID: dict[str, tuple[str, ...]] = {
     "decode": (*_WORKER, *_DECODE),
     "attention": _WORKER,
     "mixed": (*_WORKER, "PrefillFinished", "PrefillFailed", "DecodeStarted", "RequestFinished"),
+    #: Both that it is: a mixed worker, which may also fail an answer that is begun, and the store of its node.
+    "adapt": (
+        *_WORKER,
+        "PrefillFinished",
+        "PrefillFailed",
+        "DecodeStarted",
+        "DecodeFailed",
+        "RequestFinished",
+        "StoreJoined",
+        "StoreHeartbeat",
+        "StoreLeft",
+        "StoreInventory",
+        "BlocksStored",
+        "BlocksEvicted",
+    ),
     "operator": ("PolicyChanged", "RoleWanted"),
     "supervisor": ("ClusterConfigured", "WorkerLeft", "StoreLeft", "FrontendLeft"),
 }
@@ -149,6 +164,9 @@ class Identity:
                 verbs = [subjects.store(self.node_id, verb) for verb in _ASKED_BY_MIXED]
                 own = [subjects.tokens("*", me), subjects.take("*", me)]
                 return [*said, *own, *verbs, *_PLACES, f"{_JS}.STREAM.MSG.GET.{_DECISIONS}", *_ANSWERS]
+            case "adapt":
+                own = [subjects.tokens("*", me), subjects.take("*", me)]
+                return [*said, *own, *_PLACES, f"{_JS}.STREAM.MSG.GET.{_DECISIONS}", *_ANSWERS]
             case "attention":
                 verbs = [subjects.store(self.node_id, verb) for verb in _ASKED_BY_ATTENTION]
                 missed = f"{_JS}.STREAM.MSG.GET.{_DECISIONS}"
@@ -198,6 +216,9 @@ class Identity:
                 fetched = subjects.kv(me, "KvLoaded", self.node_id)
                 own = [subjects.decisions_for(me), subjects.give(me, "*"), fetched]
                 return [inbox, *own, subjects.resend(me, "*")]
+            case "adapt":
+                own = [subjects.decisions_for(me), subjects.give(me, "*"), subjects.resend(me, "*")]
+                return [inbox, *own]
             case "attention":
                 return [inbox, subjects.decisions_for(me), subjects.hold(me, "*")]
             case "operator":
@@ -232,15 +253,17 @@ def cluster_identities(
     workers: Mapping[WorkerRole, int],
     tenants: Sequence[str] = (),
     elastic: bool = False,
+    engines: int = 0,
 ) -> list[Identity]:
     """Every process of a cluster with so many of each, an operator, a client, and a client of each tenant.
 
-    `elastic`: a prefill worker may become a decode worker, and the reverse.
+    `elastic`: a prefill worker may become a decode worker, and the reverse. `engines`: of others, each adapted.
     """
     found = [Identity(role="operator", name=subjects.OPERATOR), Identity(role="client", name="client")]
     found += [Identity(role="tenant", name=f"tenant-{tenant}", tenant=tenant) for tenant in tenants]
     found += [Identity(role="conductor", name=f"conductor-{n}") for n in range(conductors)]
     found += [Identity(role="frontend", name=f"frontend-{n}") for n in range(frontends)]
+    found += [Identity(role="adapt", name=f"vllm-{n}", node_id=f"vllm-{n}") for n in range(engines)]
     for role, count in workers.items():
         for n in range(count):
             node = f"{role}-{n}"

@@ -62,5 +62,8 @@ COMMANDS = (
         Command(role, "halfmoon.cli.processes.worker", f"a {role} worker, beside a store agent")
         for role in WORKER_ROLES
     ),
+    Command(
+        "adapt", "halfmoon.cli.processes.adapt", "an engine of another's as a worker: a vLLM, unmodified"
+    ),
     Command("frontend", "halfmoon.cli.processes.frontend", "the client edge: NATS API and HTTP"),
 )

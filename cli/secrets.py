@@ -57,6 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frontends", type=int, default=4)
     for role in WORKER_ROLES:
         parser.add_argument(f"--{role}", type=int, default=8 if ROLES[role].nodes else 0)
+    parser.add_argument("--adapt", type=int, default=0, help="adapters of engines: vllm-0 and on")
     add_elastic(parser)
     parser.add_argument(
         "--tenants", default="", metavar="NAMES", help="a client's credentials for each, by commas"
@@ -70,8 +71,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
-    least: dict[str, int] = {role: ROLES[role].nodes_min for role in WORKER_ROLES}
-    for option in ("conductors", "frontends", *WORKER_ROLES, "log_gib_max"):
+    least: dict[str, int] = {role: ROLES[role].nodes_min for role in WORKER_ROLES} | {"adapt": 0}
+    for option in ("conductors", "frontends", *WORKER_ROLES, "adapt", "log_gib_max"):
         if getattr(args, option) < least.get(option, 1):
             raise OptionInvalid(f"--{option.replace('_', '-')}: at least {least.get(option, 1)}")
     await asyncio.to_thread(make, args)
@@ -129,6 +130,7 @@ def _wanted(args: argparse.Namespace) -> list[Identity]:
         workers=workers,
         tenants=_tenants(args),
         elastic=args.elastic != "off",
+        engines=args.adapt,
     )
 
 

@@ -29,6 +29,7 @@ from halfmoon.cli.processes.lifecycle import raise_open_files_limit
 from halfmoon.cli.processes.options import add_frontend, add_policy, add_store, add_worker
 from halfmoon.cli.run_file import RunFile
 from halfmoon.cli.tracing import add_tracing, check_endpoint
+from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, WORKER_ROLES
 
 if sys.platform != "linux":  # the shared memory segments and the parent's death signal are Linux's
@@ -49,6 +50,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         default="request",
         help="what each attention worker holds: whole requests, an equal part of the KV heads of all, or whole requests"
         " and segments of those that no single one has room for",
+    )
+    parser.add_argument(
+        "--adapt-vllm",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a vLLM that runs already serves as a mixed worker; repeatable. The policy is local_cache_aware then, "
+        "unless --policy names another than the default",
     )
     parser.add_argument("--conductors", type=int, default=1)
     parser.add_argument("--port", type=int, default=0, help="HTTP port (default: 8000, or a free one)")
@@ -79,6 +88,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     count_nodes(args)
+    if args.adapt_vllm and args.policy == Policy().name:  # which moves KV, and no engine's KV moves
+        args.policy = "local_cache_aware"
     if args.conductors < 1:
         raise OptionInvalid("--conductors: at least 1")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", args.cluster):
@@ -129,15 +140,18 @@ async def run(args: argparse.Namespace) -> int:
 
 def count_nodes(args: argparse.Namespace) -> None:
     """Each role's nodes where no option says: with mixed workers there need be no others. Raises OptionInvalid."""
+    whole = bool(args.mixed or args.adapt_vllm)
     for role in WORKER_ROLES:
         pair = role in ELASTIC_ROLES
         if getattr(args, role) is None:
-            setattr(args, role, 0 if pair and args.mixed else ROLES[role].nodes)
-        least = 0 if pair and args.mixed else ROLES[role].nodes_min
+            setattr(args, role, 0 if pair and whole else ROLES[role].nodes)
+        least = 0 if pair and whole else ROLES[role].nodes_min
         if getattr(args, role) < least:
             raise OptionInvalid(f"--{role}: at least {least}")
     if bool(args.prefill) != bool(args.decode):
-        raise OptionInvalid("--prefill and --decode: some of both, or with --mixed none of either")
+        raise OptionInvalid(
+            "--prefill and --decode: some of both, or with --mixed or --adapt-vllm none of either"
+        )
     if args.attention and not args.decode:
         raise OptionInvalid("--attention: its KV is that of decode workers, of which there are none")
 
@@ -152,6 +166,8 @@ def _print_addresses(cluster: LocalCluster, directory: Path) -> None:
     nodes = [f"{args.prefill} prefill and {args.decode} decode nodes{attention}"] if args.decode else []
     if args.mixed:
         nodes.append(f"{args.mixed} mixed node{'s' * (args.mixed > 1)}")
+    if args.adapt_vllm:
+        nodes.append(f"{len(args.adapt_vllm)} vLLM{'s' * (len(args.adapt_vllm) > 1)}")
     cluster.say(f"ready: {', '.join(nodes)}")
     print(
         f"\n  NATS  {args.nats}\n  HTTP  {cluster.http}\n{metrics}\n"

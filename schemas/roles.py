@@ -11,7 +11,8 @@ from typing import Literal, get_args
 WorkerRole = Literal["prefill", "decode", "attention", "mixed"]
 #: Who is a member of the cluster: joins, beats and leaves by events.
 MemberRole = Literal[WorkerRole, "store", "frontend"]
-ProcessRole = Literal["conductor", MemberRole]
+#: "adapt": the adapter of an engine of another's, a mixed worker and the store of its node in one process.
+ProcessRole = Literal["conductor", "adapt", MemberRole]
 
 
 #: Roles that one process may change between.
@@ -39,6 +40,7 @@ ROLES: dict[ProcessRole, RoleTraits] = {
     "frontend": RoleTraits(member="frontend", has_secret=True, drain_rank=0),
     "prefill": RoleTraits(member="worker", has_secret=True, drain_rank=1, contexts=1),
     "decode": RoleTraits(member="worker", has_secret=True, drain_rank=1, contexts=2),
+    "adapt": RoleTraits(member="worker", has_secret=False, drain_rank=1, nodes=0, nodes_min=0),
     # Decode workers need the KV that it holds as long as they decode.
     "attention": RoleTraits(member="worker", has_secret=True, drain_rank=2, contexts=4, nodes=0, nodes_min=0),
     # It prefills and decodes in one loop: either pair of pools, or it, serves a cluster.

@@ -61,6 +61,7 @@ ARITHMETIC = {
 #: Programs that may pause, each with its reason: time is their subject. No file that holds a test is one of them,
 #: whatever stands here, and nothing but the pauses is excused.
 PROGRAMS = {
+    "tests/adapters/fake_engine.py": "an engine takes time for the tokens of a prompt",
     "tests/chaos/exhaustion.py": "a resource is away for some seconds, is looked at meanwhile, and clients arrive",
     "tests/chaos/exhaustion_machine.py": "what a process lets go of is taken away, again and again",
     "tests/chaos/live.py": "hours of a run are noted and watched",

@@ -16,7 +16,19 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-FOLDERS = {"bus", "cluster", "docker", "frontend", "observability", "page", "rdma", "sglang", "store", "vllm"}
+FOLDERS = {
+    "adapters",
+    "bus",
+    "cluster",
+    "docker",
+    "frontend",
+    "observability",
+    "page",
+    "rdma",
+    "sglang",
+    "store",
+    "vllm",
+}
 FILES = {
     "conductor/test_beginning.py",
     "conductor/test_copies.py",
@@ -44,6 +56,8 @@ FILES = {
 }
 #: Within those folders. Few or none of their tests do, and these are marked one by one.
 MARKED_WITHIN = {
+    "adapters/test_adapter_state.py",
+    "adapters/test_engine_blocks.py",
     "bus/test_permission_table.py",
     "bus/test_private_names.py",
     "cluster/test_profiles.py",
@@ -73,7 +87,7 @@ MARKED_WITHIN = {
     "vllm/test_recorded.py",
 }
 #: One process runs all tests of these, one after the other: a cluster has more processes than the machine has cores.
-CLUSTERS = {"cluster", "replay/test_cluster_log.py", "test_guardian.py"}
+CLUSTERS = {"adapters/test_fleet.py", "cluster", "replay/test_cluster_log.py", "test_guardian.py"}
 
 
 def is_realtime(path: str) -> bool:

@@ -18,7 +18,17 @@ from halfmoon.cli.options import OptionInvalid
 from halfmoon.schemas.roles import WORKER_ROLES
 
 #: How many processes there are, and where `up` itself listens and reads.
-OWN = {*WORKER_ROLES, "conductors", "port", "metrics_port", "nats_port", "config", "http_port", "help"}
+OWN = {
+    *WORKER_ROLES,
+    "adapt_vllm",
+    "conductors",
+    "port",
+    "metrics_port",
+    "nats_port",
+    "config",
+    "http_port",
+    "help",
+}
 #: They reach a process under another name.
 TRANSLATED = {"attention_split": {"attention_segments": True}} | {
     f"{role}_kv_blocks": {"kv_blocks": 7} for role in WORKER_ROLES

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -191,6 +191,10 @@ class LocalCluster:
             own = {"node": node, "id": node, **worker_flags(args, role)}
             await self._child(node, role, own, node_number=count)
             names.add(node)
+        for number, url in enumerate(args.adapt_vllm):
+            name = f"vllm-{number}"
+            await self._child(name, "adapt", {"id": name, "url": url}, words=("vllm",))
+            names.add(name)
         http_port = self.http_port or port_or_free(8000)
         scheme = "https" if args.ssl_certfile else "http"
         self.http = f"{scheme}://{args.http_host}:{http_port}"
@@ -209,7 +213,15 @@ class LocalCluster:
         stated = {"nats_nkey_file": str(key), "nats_user": "", "nats_password": "", "nats_token": ""}
         return argparse.Namespace(**{**vars(self.args), **stated})
 
-    async def _child(self, name: str, command: str, own: Mapping[str, Any], *, node_number: int = 0) -> None:
+    async def _child(
+        self,
+        name: str,
+        command: str,
+        own: Mapping[str, Any],
+        *,
+        node_number: int = 0,
+        words: Sequence[str] = (),
+    ) -> None:
         args = self._as(name)
         if self.server is not None and command != "conductor":
             args.nats_replicas = 0  # conductors make the streams; the others may not
@@ -219,7 +231,7 @@ class LocalCluster:
         log.parent.mkdir(exist_ok=True)
         log.write_text("")
         environment = secret_environment(args)
-        await self.supervisor.start(Child(name, [command, *flags], log, environment))
+        await self.supervisor.start(Child(name, [command, *words, *flags], log, environment))
 
     async def _watch(self, after: int) -> None:
         assert self.bus is not None

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError, BusOverloaded
@@ -30,8 +31,7 @@ from halfmoon.schemas.events import (
 from halfmoon.schemas.events import Tier as TierName
 from halfmoon.schemas.keys import join_keys
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.store.pool.guard import PoolGuard
-from halfmoon.store.pool.slots import Change
+from halfmoon.store.pool.slots import Change, Counts
 from halfmoon.store.tiers.base import Tier
 
 #: 16-byte keys in base64 are 22 bytes each: 45 KiB a message, below the log's 64 KiB.
@@ -39,6 +39,16 @@ KEYS_PER_MESSAGE = 2048
 BATCH_S = 0.001
 OVERLOADED_S = 0.25
 SUSPECT_AGAIN_NS = SECOND_NS
+
+
+class Inventory(Protocol):
+    """Blocks that are announced: a pool's, or those of an engine that keeps its own."""
+
+    def keys(self) -> list[bytes]:
+        """Each block that is there."""
+
+    def counts(self) -> Counts:
+        """How full it is, for heartbeats."""
 
 
 class Announcer:
@@ -51,7 +61,7 @@ class Announcer:
         self._heartbeat_ns = heartbeat_ns
         self._pending: list[Change] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._guard: PoolGuard | None = None
+        self._guard: Inventory | None = None
         self._tier: Tier | None = None
         self._joined: Callable[[], StoreJoined] | None = None
         self._beating: asyncio.Task[None] | None = None
@@ -60,7 +70,7 @@ class Announcer:
         #: Told of the same changes.
         self.listeners: list[Callable[[list[Change]], None]] = []
 
-    def start(self, guard: PoolGuard, joined: Callable[[], StoreJoined], tier: Tier | None = None) -> None:
+    def start(self, guard: Inventory, joined: Callable[[], StoreJoined], tier: Tier | None = None) -> None:
         """Joins. `joined` makes the first message of every announcement; `guard` and `tier` have the inventory."""
         self._guard, self._joined, self._tier = guard, joined, tier
         self.announce()

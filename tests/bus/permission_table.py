@@ -25,26 +25,26 @@ halfmoon.events.<me>.FrontendHeartbeat     frontend
 halfmoon.events.<me>.FrontendLeft          frontend supervisor
 halfmoon.events.<me>.RequestArrived        frontend
 halfmoon.events.<me>.RequestCancelled      frontend
-halfmoon.events.<me>.WorkerJoined          prefill decode attention mixed
-halfmoon.events.<me>.WorkerHeartbeat       prefill decode attention mixed
-halfmoon.events.<me>.WorkerDraining        prefill decode attention mixed
-halfmoon.events.<me>.WorkerLeft            prefill decode attention supervisor mixed
-halfmoon.events.<me>.PrefillFinished       prefill mixed
-halfmoon.events.<me>.PrefillFailed         prefill mixed
+halfmoon.events.<me>.WorkerJoined          prefill decode attention mixed adapt
+halfmoon.events.<me>.WorkerHeartbeat       prefill decode attention mixed adapt
+halfmoon.events.<me>.WorkerDraining        prefill decode attention mixed adapt
+halfmoon.events.<me>.WorkerLeft            prefill decode attention supervisor mixed adapt
+halfmoon.events.<me>.PrefillFinished       prefill mixed adapt
+halfmoon.events.<me>.PrefillFailed         prefill mixed adapt
 halfmoon.events.<me>.StageFinished         prefill
-halfmoon.events.<me>.DecodeStarted         decode mixed
+halfmoon.events.<me>.DecodeStarted         decode mixed adapt
 halfmoon.events.<me>.DecodeRefused         decode
-halfmoon.events.<me>.DecodeFailed          decode
-halfmoon.events.<me>.RequestFinished       decode mixed
+halfmoon.events.<me>.DecodeFailed          decode adapt
+halfmoon.events.<me>.RequestFinished       decode mixed adapt
 halfmoon.events.<me>.KvMoved               decode
 halfmoon.events.<me>.KvMoveRefused         decode
-halfmoon.events.<node>.StoreJoined         store
-halfmoon.events.<node>.StoreHeartbeat      store
-halfmoon.events.<node>.StoreLeft           store
+halfmoon.events.<node>.StoreJoined         store adapt
+halfmoon.events.<node>.StoreHeartbeat      store adapt
+halfmoon.events.<node>.StoreLeft           store adapt
 halfmoon.events.<me>.StoreLeft             supervisor
-halfmoon.events.<node>.StoreInventory      store
-halfmoon.events.<node>.BlocksStored        store
-halfmoon.events.<node>.BlocksEvicted       store
+halfmoon.events.<node>.StoreInventory      store adapt
+halfmoon.events.<node>.BlocksStored        store adapt
+halfmoon.events.<node>.BlocksEvicted       store adapt
 halfmoon.events.<node>.TierLost            store
 halfmoon.events.<node>.StoreSuspected      store
 
@@ -60,8 +60,8 @@ halfmoon.give.*.<me>                       frontend
 halfmoon.resend.*.<me>                     frontend
 halfmoon.hold.*.<me>                       decode
 halfmoon.cancel                            frontend
-halfmoon.take.*.<me>                       prefill decode mixed
-halfmoon.tokens.*.<me>                     decode mixed
+halfmoon.take.*.<me>                       prefill decode mixed adapt
+halfmoon.tokens.*.<me>                     decode mixed adapt
 
 halfmoon.store.<node>.attach               prefill decode attention mixed
 halfmoon.store.<node>.open_put             prefill decode attention mixed
@@ -92,13 +92,17 @@ halfmoon.status.*                          operator
 halfmoon.view.conductors                   frontend
 halfmoon.explain.*                         frontend
 
-halfmoon.inbox.>                           conductor frontend store decode attention mixed
+halfmoon.inbox.>                           conductor frontend store decode attention mixed adapt
 _INBOX.>                                   frontend
 
 $JS.API.STREAM.INFO.EVENTS                 conductor frontend store prefill decode attention operator supervisor mixed
+$JS.API.STREAM.INFO.EVENTS                 adapt
 $JS.API.STREAM.INFO.DECISIONS              conductor frontend store prefill decode attention operator supervisor mixed
+$JS.API.STREAM.INFO.DECISIONS              adapt
 $JS.API.STREAM.INFO.KV                     conductor frontend store prefill decode attention operator supervisor mixed
+$JS.API.STREAM.INFO.KV                     adapt
 $JS.API.STREAM.INFO.SNAPSHOTS              conductor frontend store prefill decode attention operator supervisor mixed
+$JS.API.STREAM.INFO.SNAPSHOTS              adapt
 $JS.API.STREAM.CREATE.EVENTS               conductor supervisor
 $JS.API.STREAM.CREATE.DECISIONS            conductor supervisor
 $JS.API.STREAM.CREATE.KV                   conductor supervisor
@@ -106,6 +110,7 @@ $JS.API.STREAM.CREATE.SNAPSHOTS            conductor supervisor
 $JS.API.STREAM.PURGE.SNAPSHOTS             conductor
 $JS.API.STREAM.MSG.GET.EVENTS              conductor operator supervisor
 $JS.API.STREAM.MSG.GET.DECISIONS           conductor operator frontend store prefill decode attention supervisor mixed
+$JS.API.STREAM.MSG.GET.DECISIONS           adapt
 $JS.API.STREAM.MSG.GET.KV                  operator frontend store prefill decode
 $JS.API.STREAM.MSG.GET.SNAPSHOTS           conductor operator supervisor
 $JS.API.CONSUMER.CREATE.EVENTS             conductor operator supervisor
@@ -121,7 +126,7 @@ $JS.FC.>                                   conductor operator supervisor
 
 #: Subscribed to.
 HEARS = """
-halfmoon.inbox.<me>.>                      conductor frontend store prefill decode attention supervisor mixed
+halfmoon.inbox.<me>.>                      conductor frontend store prefill decode attention supervisor mixed adapt
 halfmoon.inbox.*.>                         operator
 _INBOX.>                                   operator client
 _INBOX.<tenant>.>                          tenant
@@ -132,12 +137,12 @@ $SRV.>                                     frontend
 halfmoon.cancel                            frontend
 halfmoon.take.<me>.*                       frontend
 halfmoon.tokens.<me>.*                     frontend
-halfmoon.decisions.<me>.>                  frontend prefill decode attention mixed
+halfmoon.decisions.<me>.>                  frontend prefill decode attention mixed adapt
 halfmoon.decisions.*.*.<me>                frontend
-halfmoon.give.<me>.*                       prefill decode mixed
+halfmoon.give.<me>.*                       prefill decode mixed adapt
 halfmoon.kv.<me>.>                         prefill decode
 halfmoon.kv.<me>.KvLoaded.<node>           mixed
-halfmoon.resend.<me>.*                     decode mixed
+halfmoon.resend.<me>.*                     decode mixed adapt
 halfmoon.hold.<me>.*                       decode attention
 
 halfmoon.decisions.<node>.>                store

@@ -39,7 +39,10 @@ class ServerCluster:
         tenants = ("--tenants", "acme,globex")
         secrets.make(
             secrets_options(
-                place, "--servers", ",".join(names), *places, *tenants, "--attention", "2", "--mixed", "2"
+                place,
+                *("--servers", ",".join(names), "--attention", "2", "--mixed", "2", "--adapt", "2"),
+                *places,
+                *tenants,
             )
         )
         cluster = cls(place, {name: (HeldPorts(name), HeldPorts(name), HeldPorts()) for name in names})
@@ -98,7 +101,8 @@ class ServerCluster:
 
     def config(self, name: str) -> BusConfig:
         """As the process of that name."""
-        folder = name if name.startswith("tenant-") else name.removeprefix("store-").partition("-")[0]
+        role = name.removeprefix("store-").partition("-")[0]
+        folder = name if role == "tenant" else "adapt" if role == "vllm" else role
         return BusConfig(
             url=self.url,
             tls_ca_file=str(self.place / folder / "ca.pem"),

@@ -34,6 +34,7 @@ PROCESSES = [
     Process("mixed-0", "mixed", node="mixed-0"),
     Process("store-prefill-0", "store", node="prefill-0"),
     Process("store-decode-0", "store", node="decode-0"),
+    Process("vllm-0", "adapt", node="vllm-0"),
     Process("operator", "operator"),
     Process("client", "client"),
     Process("tenant-acme", "tenant", tenant="acme"),
@@ -46,7 +47,7 @@ IDS = [
         for n in (0, 1)
     ),
     *(f"store-{role}-{n}" for role in ("prefill", "decode", "attention", "mixed") for n in (0, 1)),
-    *("operator", "client", "conductors", "up", "nobody"),
+    *("vllm-0", "vllm-1", "operator", "client", "conductors", "up", "nobody"),
 ]
 #: Verbs of JetStream's API that speak of one stream, and of one consumer of a stream.
 STREAM_VERBS = (
@@ -150,7 +151,9 @@ def credentials(
         yield cluster.config
         cluster.stop()
         return
-    many = argparse.Namespace(conductors=2, prefill=2, decode=2, attention=2, mixed=2, elastic="off")
+    many = argparse.Namespace(
+        conductors=2, prefill=2, decode=2, attention=2, mixed=2, elastic="off", adapt_vllm=["a", "b"]
+    )
     server = EmbeddedServer.start(place / "nats", extra_config=make_credentials(many, place))
     yield lambda name: BusConfig(url=server.url, nkey_seed_file=str(credentials_of(place) / f"{name}.nk"))
     server.stop()

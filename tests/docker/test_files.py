@@ -108,13 +108,17 @@ def test_compose_and_kubernetes_run_the_same_processes() -> None:
     compose = yaml.safe_load(COMPOSE.read_text())["services"]
     commands = {tuple(service["command"]) for service in compose.values() if "command" in service}
     # A node's container has its store agent.
-    assert {words[-1] for words in commands if words[:2] == ("halfmoon", "container")} == {*ROLES} - {"store"}
+    assert {words[-1] for words in commands if words[:2] == ("halfmoon", "container")} == {*ROLES} - {
+        "store",
+        "adapt",
+    }
     found: dict[str, set[str]] = {}
     for pod in workloads().values():
         for container in pod["containers"]:
             assert container["image"] == "halfmoon:0.1.0"
             found[container["name"]] = {each["name"] for each in container["env"]}
-    assert set(found) == {"nats", *ROLES}
+    # An adapter stands beside an engine of another's, wherever that is.
+    assert set(found) == {"nats", *ROLES} - {"adapt"}
     sources = ("options", "metrics", "container", *(f"processes/{each.stem}" for each in PROCESS_SOURCES))
     options = "".join((ROOT / "cli" / f"{name}.py").read_text() for name in sources)
     known = {

@@ -67,16 +67,37 @@ WITH_OURS = {"PYTHONPATH": f"{ROOT / '.links'}:{HERE}", "VLLM_SERVER_DEV_MODE": 
 @contextlib.contextmanager
 def vllm(program: str, model: str, log: Path, *words: str, **environment: str) -> Iterator[str]:
     """The URL of `vllm serve` with these words, once it is healthy. It has ended afterwards, and left no file."""
-    held = HeldPorts()
-    url = f"http://127.0.0.1:{held.first}"
+    with HeldPorts() as port, served(program, model, log, port, *words, **environment):
+        yield f"http://127.0.0.1:{port}"
+
+
+def shared_memory(group: int) -> set[Path]:
+    """Files of shared memory that processes of a group have mapped, under whatever name they were made."""
+    mapped: set[int] = set()
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if process.name.isdigit() and os.getpgid(int(process.name)) == group:
+                lines = (process / "maps").read_text().splitlines()
+                mapped |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    return {file for file in Path("/dev/shm").iterdir() if file.stat().st_ino in mapped}
+
+
+@contextlib.contextmanager
+def served(
+    program: str, model: str, log: Path, port: int, *words: str, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """As `vllm`, at a port that is held: the process, first of a group that all of its processes are in."""
+    url = f"http://127.0.0.1:{port}"
     command = [
-        program, "serve", model, "--dtype", "float32", "--host", "127.0.0.1", "--port", f"{held.first}",
+        program, "serve", model, "--dtype", "float32", "--host", "127.0.0.1", "--port", f"{port}",
         "--enforce-eager", "--block-size", "32", *words,
     ]  # fmt: skip
     # Its sockets and files for a moment: in a folder with a short name, since a socket's path has 107 bytes at most.
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder, log.open("wb") as file:
         variables = {**os.environ, **ON_CPU, "TMPDIR": folder, **environment}
-        process = subprocess.Popen(command, env=variables, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
         def healthy() -> bool:
             assert process.poll() is None, log.read_text()[-5000:]
@@ -87,11 +108,13 @@ def vllm(program: str, model: str, log: Path, *words: str, **environment: str) -
 
         try:
             eventually_here(healthy, "vLLM answers", every_s=1, bound_s=START_S)
-            yield url
+            yield process
         finally:
+            left = shared_memory(process.pid)
             process.terminate()
             process.wait(BOUND_S)
-            held.close()
+            for file in left:
+                file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -41,7 +41,8 @@ from halfmoon.workers.decode.actions import (
     SwapOut,
     Wake,
 )
-from halfmoon.workers.decode.orders import EARLY_ORDERS_MAX, FINISHED_MAX, LAST_LAYERS_NS
+from halfmoon.workers.decode.deliveries import FINISHED_MAX
+from halfmoon.workers.decode.orders import EARLY_ORDERS_MAX, LAST_LAYERS_NS
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.machines import Announce, Report, TakeTokens
 

@@ -25,6 +25,7 @@ MACHINES = {
         "stages",
         "state",
     ),
+    "adapters": ("actions", "completion", "engine_blocks", "events", "kv_events", "state"),
     "attention": ("actions", "events", "holds"),
     "mixed": ("actions", "events", "request", "room", "rows", "state"),
     "decode": (
@@ -106,7 +107,7 @@ def test_a_module_of_a_machine_keeps_the_rules(name: str) -> None:
     assert faults((FOLDER / f"{name.replace('.', '/')}.py").read_text()) == []
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed", "adapters"])
 def test_importing_a_machine_imports_no_torch_no_bus_and_no_asyncio(role: str) -> None:
     heavy = ("torch", "nats", "asyncio", "halfmoon.bus.connection", "halfmoon.store.agent_client")
     program = (

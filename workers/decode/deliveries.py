@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from halfmoon.schemas.tokens import Delivery, ResendReply, ResendRequest, TokensSampled
@@ -11,6 +12,8 @@ from halfmoon.workers.decode.sequence import DecodeSequence
 #: Of the tokens in one message; what a frontend makes of them for its client is up to four times as long, and must
 #: fit in a message too.
 MESSAGE_BYTES_MAX = 128 << 10
+#: Finished orders whose tokens can still be sent again.
+FINISHED_MAX = 512
 #: JSON around a delivery, of one token, and of one of its log probabilities: at most.
 _DELIVERY_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 1024, 128, 40
 
@@ -46,6 +49,13 @@ def _parts(deliveries: list[tuple[Delivery, int]]) -> Iterator[list[Delivery]]:
         part.append(delivery)
         room -= size
     yield part
+
+
+def keep_finished(finished: OrderedDict[str, DecodeSequence], sequence: DecodeSequence) -> None:
+    """Add it to those whose tokens can be sent again; the oldest make room."""
+    finished[sequence.order_id] = sequence
+    while len(finished) > FINISHED_MAX:
+        finished.popitem(last=False)
 
 
 def resend_reply(sequence: DecodeSequence | None, request: ResendRequest, worker_id: str) -> ResendReply:

@@ -23,7 +23,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.workers.attention.holds import Holds
 from halfmoon.workers.decode.actions import Action, CopyLayers, EndSpan, Release, Wake
-from halfmoon.workers.decode.deliveries import deliveries_of
+from halfmoon.workers.decode.deliveries import deliveries_of, keep_finished
 from halfmoon.workers.decode.generated_blocks import generated_blocks, shares_generated
 from halfmoon.workers.decode.lenders import Lenders, borrows_of, holds_under
 from halfmoon.workers.decode.moves import Moves
@@ -35,8 +35,6 @@ from halfmoon.workers.model.block_allocator import BlockAllocator
 
 #: KV messages may overtake the StartDecode order they belong to (another stream): those of this many orders are kept.
 EARLY_ORDERS_MAX = 256
-#: Finished orders whose tokens can still be sent again.
-FINISHED_MAX = 512
 #: A request that ends with its first token lets the last layers of its KV arrive (they join the pool).
 LAST_LAYERS_NS = SECOND_NS // 2
 
@@ -330,9 +328,7 @@ class Orders:
         assert result is not None
         self._end_span(sequence)
         self.report(sequence.finished(self.worker_id, result, self.now_ns))
-        self.finished[sequence.order_id] = sequence
-        while len(self.finished) > FINISHED_MAX:
-            self.finished.popitem(last=False)
+        keep_finished(self.finished, sequence)
         if self.has_store and shares_generated(sequence, self.layout):
             self._share_output(sequence)
         self._end(sequence)

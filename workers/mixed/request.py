@@ -19,7 +19,7 @@ class MixedRequest:
         self.order = order
         self.order_id = order.order_id
         self.job = Job(_prefill_half(order, node_id), rules, now_ns)
-        self.sequence = DecodeSequence(_decode_half(order), rules.layout, now_ns)
+        self.sequence = DecodeSequence(decode_half(order), rules.layout, now_ns)
         #: The batch former has it.
         self.formed = False
         #: Its prompt is computed, and its first token was drawn.
@@ -68,7 +68,7 @@ def _prefill_half(order: StartMixed, node_id: str) -> StartPrefill:
     )
 
 
-def _decode_half(order: StartMixed) -> StartDecode:
+def decode_half(order: StartMixed) -> StartDecode:
     return StartDecode(
         order_id=order.order_id,
         request_id=order.request_id,

@@ -27,7 +27,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.batch_former import BatchFormer, Iteration
 from halfmoon.workers.decode.actions import AnswerResend, EndSpan, Measure, Wake
-from halfmoon.workers.decode.deliveries import deliveries_of, resend_reply
+from halfmoon.workers.decode.deliveries import deliveries_of, keep_finished, resend_reply
 from halfmoon.workers.decode.events import EngineIdled, ResendRequested
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.decode.step_times import StepTimes
@@ -49,9 +49,6 @@ from halfmoon.workers.prefill.events import Preparing
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.stages import JobRules, PrefillStage
 from halfmoon.workers.sample_requests import scores_of
-
-#: Finished orders whose tokens can still be sent again.
-FINISHED_MAX = 512
 
 
 class MixedState:
@@ -341,9 +338,7 @@ class MixedState:
         assert sequence.result is not None, request.order_id
         self._end_span(sequence)
         self.out.append(Report(sequence.finished(self.worker_id, sequence.result, self.now_ns)))
-        self.finished[request.order_id] = sequence
-        while len(self.finished) > FINISHED_MAX:
-            self.finished.popitem(last=False)
+        keep_finished(self.finished, sequence)
         self._forget(request)
 
     def _lose(self, order_id: str) -> None:

@@ -1,0 +1,276 @@
+"""A vLLM that computes nothing: its HTTP API, its prefix cache, its KV events over real sockets. A program.
+
+    fake_engine.py PORT [--block-tokens 16] [--blocks 512] [--token-us 50] [--no-events] …
+
+The next token is a hash of all before it, so an answer that is begun at one engine and goes on at another is the same
+as at one. `GET /asked` tells what it was asked and what became of it; `POST /fault` has it lie, forget, fall silent, or
+hold its answers after some tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections import OrderedDict, deque
+from typing import Any
+
+import msgspec
+import xxhash
+import zmq
+import zmq.asyncio
+from aiohttp import web
+
+from halfmoon.workers.model.text.tokenizer import Tokenizer
+
+MODEL, EOS = "fake", 2
+
+
+def next_token(tokens: list[int]) -> int:
+    return 1000 + xxhash.xxh64(b"".join(each.to_bytes(4, "little") for each in tokens)).intdigest() % 40_000
+
+
+def _extra(salt: str, parent: int | None) -> list[str] | None:
+    return [salt] if parent is None and salt else None
+
+
+class Engine:
+    """One queue of prompts, all answers side by side."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        #: By hash: what makes it, the least recently used first.
+        self.cache: OrderedDict[int, tuple[int | None, list[int], str]] = OrderedDict()
+        self.asked: list[dict[str, Any]] = []
+        self.running = 0
+        self.computing = asyncio.Lock()
+        self.tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
+        # Faults.
+        self.unsent = 0
+        self.refuses: tuple[int, str] | None = None
+        #: Answers stand still after so many tokens, until they are let go.
+        self.held_after = 0
+        self.let_go = asyncio.Event()
+        self.let_go.set()
+        self.breaks = 0
+        # KV events.
+        self.seq, self.kept = args.first_seq, deque[tuple[int, bytes]](maxlen=args.kept)
+        context = zmq.asyncio.Context()
+        self.pub, self.router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        if not args.no_events:
+            self.pub.bind(f"tcp://127.0.0.1:{args.port + 1}")
+            self.router.bind(f"tcp://127.0.0.1:{args.port + 2}")
+
+    # --- KV events ------------------------------------------------------------------------------------------
+
+    def publish(self, events: list[Any]) -> None:
+        if not self.args.no_events and events:
+            self.publish_raw(msgspec.msgpack.encode([time.time(), events, 0]))
+
+    def publish_raw(self, payload: bytes) -> None:
+        self.kept.append((self.seq, payload))
+        if self.unsent:
+            self.unsent -= 1
+        else:
+            self.pub.send_multipart([b"", self.seq.to_bytes(8, "big"), payload])
+        self.seq += 1
+
+    async def answer_replays(self) -> None:
+        while True:
+            who, _, start = await self.router.recv_multipart()
+            for seq, payload in list(self.kept):
+                if seq >= int.from_bytes(start, "big"):
+                    await self.router.send_multipart([who, b"", b"", seq.to_bytes(8, "big"), payload])
+            await self.router.send_multipart([who, b"", b"", (-1).to_bytes(8, "big", signed=True), b""])
+
+    def blocks_of(self, tokens: list[int], salt: str) -> list[tuple[int, int | None, list[int]]]:
+        """Hash, parent and tokens of each whole block."""
+        size, parent, found = self.args.block_tokens, None, []
+        for start in range(0, len(tokens) - size + 1, size):
+            part = tokens[start : start + size]
+            name = xxhash.xxh64(repr((parent, part, salt if parent is None else "")).encode()).intdigest()
+            found.append((name, parent, part))
+            parent = name
+        return found
+
+    def cached(self, tokens: list[int], salt: str) -> int:
+        count = 0
+        for name, _, _ in self.blocks_of(tokens, salt):
+            if name not in self.cache:
+                break
+            self.cache.move_to_end(name)
+            count += 1
+        return min(count * self.args.block_tokens, len(tokens) - 1)
+
+    def store(self, tokens: list[int], salt: str) -> None:
+        events: list[Any] = []
+        new = [block for block in self.blocks_of(tokens, salt) if block[0] not in self.cache]
+        for _ in range(len(self.cache) + len(new) - self.args.blocks):
+            name, _ = self.cache.popitem(last=False)
+            events.append({"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU", "group_idx": 0})
+        for name, parent, part in new:
+            self.cache[name] = (parent, part, salt)
+        if new:
+            events.append(
+                {
+                    "type": "BlockStored",
+                    "block_hashes": [name for name, _, _ in new],
+                    "parent_block_hash": new[0][1],
+                    "token_ids": [token for _, _, part in new for token in part],
+                    "block_size": self.args.block_tokens,
+                    "lora_id": None,
+                    "medium": "GPU",
+                    "lora_name": None,
+                    "extra_keys": None
+                    if self.args.no_salts
+                    else [_extra(salt, parent) for _, parent, _ in new],
+                    "group_idx": 0,
+                    "kv_cache_spec_kind": "full_attention",
+                }
+            )
+        self.publish(events)
+
+    # --- HTTP -----------------------------------------------------------------------------------------------
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if self.refuses is not None:
+            status, message = self.refuses
+            return web.json_response({"error": {"message": message}}, status=status)
+        tokens, salt = list(body["prompt"]), body.get("cache_salt", "")
+        about = {"prompt": len(tokens), "cached": 0, "drawn": 0, "end": "", "salt": salt, "body": body}
+        self.asked.append(about)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        self.running += 1
+        try:
+            async with self.computing:
+                about["cached"] = self.cached(tokens, salt)
+                await asyncio.sleep((len(tokens) - about["cached"]) * self.args.token_us / 1e6)
+                self.store(tokens, salt)
+            for drawn in range(1, body["max_tokens"] + 1):
+                if drawn > self.held_after:
+                    await self.let_go.wait()
+                if self.breaks and request.transport is not None:
+                    self.breaks -= 1
+                    about["end"] = "broken"
+                    request.transport.abort()
+                    return response
+                tokens.append(next_token(tokens))
+                about["drawn"] = drawn
+                reason = "length" if drawn == body["max_tokens"] else None
+                ids = None if self.args.no_token_ids else tokens[-1:]
+                choice = {"index": 0, "text": "", "token_ids": ids, "finish_reason": reason}
+                await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+            self.store(tokens[:-1], salt)
+            about["end"] = "length"
+            await response.write(b"data: [DONE]\n\n")
+        except (asyncio.CancelledError, ConnectionError):
+            about["end"] = "aborted"
+            raise
+        finally:
+            self.running -= 1
+        return response
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": MODEL, "max_model_len": self.args.context}]})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        info = f'block_size="{self.args.block_tokens}",num_gpu_blocks="{self.args.blocks}"'
+        if self.args.no_prefix_caching:
+            info += ',enable_prefix_caching="False"'
+        lines = [
+            f"vllm:cache_config_info{{{info}}} 1.0",
+            f'vllm:num_requests_running{{model_name="{MODEL}"}} {self.running}',
+            f'vllm:kv_cache_usage_perc{{model_name="{MODEL}"}} 0.25',
+        ]
+        return web.Response(text="\n".join(lines) + "\n")
+
+    async def sources(self, _: web.Request) -> web.Response:
+        source = {
+            "enable_kv_cache_events": not self.args.no_events,
+            "endpoint": f"tcp://*:{self.args.port + 1}",
+            "replay_endpoint": f"tcp://*:{self.args.port + 2}",
+            "topic": "",
+        }
+        return web.json_response({"0": source})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        if self.tokenizer is None:
+            return web.json_response({"tokens": [1, 2, 3]})
+        return web.json_response({"tokens": self.tokenizer.encode((await request.json())["prompt"])})
+
+    async def tell_asked(self, _: web.Request) -> web.Response:
+        return web.json_response(self.asked)
+
+    async def fault(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        match body["kind"]:
+            # The next batches are kept and not published. It tells how many of the ones before are still to come.
+            case "unsent":
+                left, self.unsent = self.unsent, body["batches"]
+                return web.json_response({"left": left})
+            case "hold":
+                self.held_after = body["after"]
+                self.let_go.clear()
+            # So many answers break off when they go on.
+            case "break":
+                self.breaks = body["answers"]
+            case "let go":
+                self.let_go.set()
+            case "forget":  # nobody can ask for them any more
+                self.kept.clear()
+            case "clear":
+                self.cache.clear()
+                self.publish([{"type": "AllBlocksCleared"}])
+            case "raw":  # whatever it is
+                self.publish_raw(bytes.fromhex(body["payload"]))
+            case "events":
+                self.publish(body["events"])
+            case "refuse":
+                self.refuses = (body["status"], body["message"]) if body["status"] else None
+        return web.json_response({})
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def run(self) -> None:
+        app = web.Application(client_max_size=64 << 20)
+        app.add_routes(
+            [
+                web.post("/v1/completions", self.complete),
+                web.get("/v1/models", self.models),
+                web.get("/metrics", self.metrics),
+                web.get("/kv_event_sources", self.sources),
+                web.post("/tokenize", self.tokenize),
+                web.get("/health", self.health),
+                web.get("/asked", self.tell_asked),
+                web.post("/fault", self.fault),
+            ]
+        )
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self.args.port).start()
+        await self.answer_replays()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("port", type=int)
+    parser.add_argument("--block-tokens", type=int, default=16)
+    parser.add_argument("--blocks", type=int, default=512)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--token-us", type=float, default=50)
+    parser.add_argument("--kept", type=int, default=10_000)
+    parser.add_argument("--first-seq", type=int, default=0)
+    parser.add_argument("--tokenizer", default="smollm2-135m-instruct")
+    parser.add_argument("--no-events", action="store_true")
+    parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--no-salts", action="store_true")
+    parser.add_argument("--no-token-ids", action="store_true")
+    asyncio.run(Engine(parser.parse_args()).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""A cluster over engines, fake or real: requests to it, and what its log was told."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import nats
+
+from halfmoon.schemas.events import BlocksStored, DecodeStarted, Event, WorkerJoined, WorkerLeft
+from halfmoon.schemas.types import KEY_BYTES
+from tests.cluster.harness import Cluster
+from tests.eventually import BOUND_S, eventually
+
+OTHER = {"vllm-0": "vllm-1", "vllm-1": "vllm-0"}
+
+
+class AdaptedFleet:
+    """`cluster` over engines whose workers have these `names`; `nc` is a client's connection."""
+
+    def __init__(self, cluster: Cluster, names: Iterable[str], nc: nats.NATS) -> None:
+        self.cluster, self.names, self.nc = cluster, list(names), nc
+
+    async def ask(
+        self, ids: list[int], tokens: int = 4, *, bound_s: float = BOUND_S, **fields: Any
+    ) -> dict[str, Any]:
+        return await self.cluster.generate(
+            self.nc, bound_s, prompt=ids, max_tokens=tokens, temperature=0, **fields
+        )
+
+    async def cold(self, ids: list[int], tokens: int = 4, *, blocks: int, **fields: Any) -> dict[str, Any]:
+        """Ask for what no engine has. Returns when the log knows so many of its blocks."""
+        after = await self.last_seq()
+        said = await self.ask(ids, tokens, **fields)
+        assert said["usage"]["cached_tokens"] == 0
+        await self.stored(after, said["decode_worker"], blocks)
+        return said
+
+    async def last_seq(self) -> int:
+        return (await self.cluster.events())[-1].seq
+
+    async def told(self, after: int, kind: type[Event], at: str) -> list[Any]:
+        """Messages of a kind in the log since then, of the worker or of its node, which has its name."""
+        events = [one.event for one in await self.cluster.events(after)]
+        return [
+            one
+            for one in events
+            if isinstance(one, kind) and at in (getattr(one, "worker_id", ""), getattr(one, "node_id", ""))
+        ]
+
+    async def stored(self, after: int, at: str, blocks: int) -> None:
+        """Returns when the log was told of so many blocks of a node. Requests that follow are placed by them."""
+
+        async def enough() -> bool:
+            return await self.blocks_told(after, at) >= blocks
+
+        await eventually(enough, f"{blocks} blocks of {at} are told of", every_s=0.05)
+
+    async def blocks_told(self, after: int, at: str) -> int:
+        stored = await self.told(after, BlocksStored, at)
+        return sum(len(one.block_keys) for one in stored) // KEY_BYTES
+
+    async def known(self, blocks: int, at: str) -> None:
+        """Returns when a node has so many blocks, by its heartbeats."""
+
+        async def so_many() -> bool:
+            nodes = (await self.cluster.status())["nodes"]
+            return any(
+                node.get("kv_used", 0) == blocks
+                for node in nodes
+                if (node["id"], node["role"]) == (at, "store")
+            )
+
+        await eventually(so_many, f"{at} has {blocks} blocks", every_s=0.2)
+
+    async def joined(self, after: int, at: str) -> None:
+        await eventually(functools.partial(self.told, after, WorkerJoined, at), f"{at} is back", every_s=0.1)
+
+    async def gone(self, after: int, at: str) -> None:
+        await eventually(functools.partial(self.told, after, WorkerLeft, at), f"{at} has left", every_s=0.1)
+
+    async def drawing(self, after: int) -> str:
+        """The worker that has begun an answer since, and sent its first token."""
+
+        async def begun() -> str:
+            for at in self.names:
+                if await self.told(after, DecodeStarted, at):
+                    return at
+            return ""
+
+        return await eventually(begun, "an answer has begun", every_s=0.05)
+
+
+def explained(log: Path, request_id: str) -> str:
+    """`halfmoon replay --explain`."""
+    words = ["replay", str(log), "--explain", request_id]
+    return subprocess.run(
+        [sys.executable, "-m", "halfmoon.cli.main", *words], capture_output=True, text=True, check=True
+    ).stdout

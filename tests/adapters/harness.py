@@ -1,0 +1,73 @@
+"""Fake engines as processes, and clusters over them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.eventually import BOUND_S, eventually_here
+from tests.ports import HeldPorts
+
+HERE = Path(__file__).parent
+
+
+class FakeEngine:
+    """A running `fake_engine.py`. It keeps its ports: HTTP, KV events and who asks for past ones."""
+
+    def __init__(self, *flags: str) -> None:
+        self._held = HeldPorts(count=3)
+        self.port = self._held.first
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._flags = flags
+        self.start()
+
+    def start(self) -> None:
+        words = [sys.executable, str(HERE / "fake_engine.py"), f"{self.port}", *self._flags]
+        self.process = subprocess.Popen(words)
+
+        def healthy() -> bool:
+            assert self.process.poll() is None, "the engine has ended"
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=BOUND_S).close()
+                return True
+            return False
+
+        eventually_here(healthy, "the engine answers")
+
+    def asked(self) -> list[dict[str, Any]]:
+        """Requests of clusters: those of probes are left out, which ignore the end of a text."""
+        with urllib.request.urlopen(f"{self.url}/asked", timeout=BOUND_S) as answer:
+            found: list[dict[str, Any]] = json.load(answer)
+        return [one for one in found if not one["body"]["ignore_eos"]]
+
+    def fault(self, kind: str, **fields: Any) -> Any:
+        body = json.dumps({"kind": kind, **fields}).encode()
+        asked = urllib.request.Request(f"{self.url}/fault", body)
+        with urllib.request.urlopen(asked, timeout=BOUND_S) as answer:
+            return json.load(answer)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(BOUND_S)
+
+    def close(self) -> None:
+        self.kill()
+        self._held.close()
+
+
+@contextlib.contextmanager
+def fake_engines(count: int, *flags: str) -> Iterator[list[FakeEngine]]:
+    engines = [FakeEngine(*flags) for _ in range(count)]
+    try:
+        yield engines
+    finally:
+        for each in engines:
+            each.close()

@@ -1,0 +1,35 @@
+"""Instructions of the adapter's machine to its shell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from halfmoon.workers.decode.actions import AnswerResend, Deliver, EndSpan
+from halfmoon.workers.machines import Announce, Report, TakeTokens
+
+
+class AskEngine(msgspec.Struct, frozen=True):
+    """Send the body of a completion to the engine. `block_keys`: of the prompt, to look them up in its cache."""
+
+    order_id: str
+    body: dict[str, Any]
+    block_keys: bytes
+
+
+class HangUp(msgspec.Struct, frozen=True):
+    """Break off the order's request: the engine drops it then."""
+
+    order_id: str
+
+
+class StepSeen(msgspec.Struct, frozen=True):
+    """One step of the engine, by what was seen of it."""
+
+    step_ns: int
+    sequences: int
+    context_tokens: int
+
+
+Action = TakeTokens | AskEngine | HangUp | Deliver | Report | AnswerResend | Announce | EndSpan | StepSeen

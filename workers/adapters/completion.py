@@ -1,0 +1,167 @@
+"""One order in the words of vLLM's `/v1/completions`: what is asked, and what the lines of the answer say. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from halfmoon.schemas.sampling import SampledToken, Sampling
+
+#: As vLLM writes the log probability of what is impossible.
+_LOGPROB_MIN = -9999.0
+_TOKEN_ID = "token_id:"  # noqa: S105
+
+
+class Unanswerable(ValueError):
+    """The engine cannot do what a request asks for; the text names the field."""
+
+
+class EngineRefused(Exception):
+    """The engine answered with an error, or with what is no answer. `retryable`: another engine may do better."""
+
+    def __init__(self, reason: str, *, retryable: bool) -> None:
+        super().__init__(reason)
+        self.retryable = retryable
+
+
+class Heard(NamedTuple):
+    """Tokens of one line; `finish_reason` with the last ones."""
+
+    tokens: list[SampledToken]
+    finish_reason: str = ""
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _EngineChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Line(msgspec.Struct):
+    choices: list[_EngineChoice] = []
+    error: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Line)
+
+
+def body_of(
+    model: str, salt: str, prompt: list[int], known: list[int], max_tokens: int, sampling: Sampling
+) -> dict[str, Any]:
+    """The request's body. `known`: tokens of the answer that the client has already; they are part of the prompt.
+
+    Raises Unanswerable.
+    """
+    _check(sampling)
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": [*prompt, *known],
+        "max_tokens": max_tokens - len(known),
+        "stream": True,
+        "return_token_ids": True,
+        "cache_salt": salt,
+        # All are said: what is not, the engine takes from the model's own generation_config.json.
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "min_tokens": max(0, sampling.min_tokens - len(known)),
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+    if sampling.temperature:
+        body["seed"] = sampling.seed
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if sampling.allowed_token_ids:
+        body["allowed_token_ids"] = sampling.allowed_token_ids
+    if sampling.logprobs >= 0:
+        body |= {"logprobs": sampling.logprobs, "return_tokens_as_token_ids": True}
+    return body
+
+
+def _check(sampling: Sampling) -> None:
+    """Raises Unanswerable for what vLLM's API takes as text alone, or not at all."""
+    for field, wanted in (
+        ("a grammar (response_format, tools)", bool(sampling.grammar)),
+        ("bad_words", bool(sampling.bad_words)),
+        ("prompt_logprobs", sampling.prompt_logprobs >= 0),
+        ("logits_digest", sampling.logits_digest),
+    ):
+        if wanted:
+            raise Unanswerable(f"{field}: not over an engine behind an adapter")
+
+
+def read_line(line: bytes, vocabulary: int) -> Heard | None:
+    """Tokens, or the end, that a line of the stream tells; None: neither. Raises EngineRefused."""
+    if not line.startswith(b"data:"):
+        return None
+    payload = line[5:].strip()
+    if payload == b"[DONE]":
+        return None
+    try:
+        said = _decoder.decode(payload)
+    except (msgspec.DecodeError, RecursionError) as problem:
+        raise EngineRefused(f"the engine's answer is not understood: {problem}", retryable=True) from None
+    if said.error is not None:
+        raise EngineRefused(f"the engine: {_error_text(said.error)}", retryable=True)
+    if not said.choices:
+        return None
+    choice = said.choices[0]
+    if choice.token_ids is None:
+        if not choice.finish_reason:
+            return None
+        return Heard([], choice.finish_reason)
+    for token_id in choice.token_ids:
+        if not 0 <= token_id < vocabulary:
+            raise EngineRefused(
+                f"the engine's token {token_id} is none of the model's {vocabulary}", retryable=True
+            )
+    return Heard(_tokens(choice.token_ids, choice.logprobs), choice.finish_reason or "")
+
+
+def _tokens(token_ids: list[int], logprobs: _Logprobs | None) -> list[SampledToken]:
+    if logprobs is None or len(logprobs.token_logprobs) != len(token_ids):
+        return [SampledToken(token_id=token_id) for token_id in token_ids]
+    tops = logprobs.top_logprobs or [None] * len(token_ids)
+    return [
+        SampledToken(token_id=token_id, logprob=max(one or 0.0, _LOGPROB_MIN), top_logprobs=_top(top))
+        for token_id, one, top in zip(token_ids, logprobs.token_logprobs, tops, strict=False)
+    ]
+
+
+def _top(said: dict[str, float] | None) -> list[tuple[int, float]]:
+    """Largest first."""
+    found = [
+        (int(name.removeprefix(_TOKEN_ID)), max(logprob, _LOGPROB_MIN))
+        for name, logprob in (said or {}).items()
+        if name.startswith(_TOKEN_ID) and name.removeprefix(_TOKEN_ID).isdecimal()
+    ]
+    return sorted(found, key=lambda one: (-one[1], one[0]))
+
+
+def refusal_of(status: int, body: bytes) -> EngineRefused:
+    """For an answer that is no 200. What is wrong with the request itself is wrong at every engine."""
+    try:
+        said = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        said = None
+    error = said.get("error", said) if isinstance(said, dict) else None
+    text = _error_text(error) if error is not None else body[:200].decode(errors="replace")
+    return EngineRefused(
+        f"the engine answers {status}: {text}", retryable=not 400 <= status < 500 or status == 429
+    )
+
+
+def _error_text(error: Any) -> str:
+    text = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(text).split())[:300]

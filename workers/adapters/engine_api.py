@@ -1,0 +1,194 @@
+"""An engine's HTTP API, as much of it as an adapter asks for: vLLM's OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from halfmoon.workers.adapters.completion import EngineRefused, Heard, read_line, refusal_of
+
+#: Connecting, and answers that need no computing.
+CONNECT_S, LOOK_S = 5.0, 5.0
+_BODY_BYTES_MAX = 16 << 20
+_SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][A-Za-z0-9_:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
+_LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
+
+
+class EngineAway(Exception):
+    """It does not answer."""
+
+
+class EngineUnfit(ValueError):
+    """It answers, and cannot be adapted; the text names the option that it is about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """An engine's word on itself."""
+
+    model: str
+    context_tokens: int
+    #: Its cache, in its own blocks.
+    cache_blocks: int
+    block_tokens: int
+    #: Where it publishes its KV events and answers who asks for past ones, by its own word; "": it does not say.
+    events: str = ""
+    replay: str = ""
+    topic: str = ""
+
+    @property
+    def cache_tokens(self) -> int:
+        return self.cache_blocks * self.block_tokens
+
+
+class EngineApi:
+    """`open` first. `key`: sent as `Authorization: Bearer`."""
+
+    def __init__(self, url: str, *, key: str = "") -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Raises ValueError: it is no URL."""
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{self.url!r} is no URL like http://127.0.0.1:8000")
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            headers=self._headers,
+            timeout=timeout,
+            read_bufsize=1 << 20,
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def facts(self, model: str) -> EngineFacts:
+        """`model`: the name that it must serve; "": the first that it does. Raises EngineAway, EngineUnfit."""
+        name, context = self._served(await self._json("/v1/models"), model)
+        info = next(iter((await self.samples()).get("vllm:cache_config_info", [])), ({}, 0.0))[0]
+        blocks, size = info.get("num_gpu_blocks", ""), info.get("block_size", "")
+        if not blocks.isdecimal() or not size.isdecimal() or int(size) < 1:
+            raise EngineUnfit(
+                f"--url {self.url}: /metrics has no vllm:cache_config_info with num_gpu_blocks and block_size"
+            )
+        if info.get("enable_prefix_caching") == "False":
+            raise EngineUnfit(f"--url {self.url}: the engine runs with --no-enable-prefix-caching")
+        sources: Any = None
+        with contextlib.suppress(EngineUnfit):  # an older release
+            sources = await self._json("/kv_event_sources")
+        source = sources.get("0", {}) if isinstance(sources, dict) else {}
+        on = isinstance(source, dict) and source.get("enable_kv_cache_events")
+        return EngineFacts(
+            model=name,
+            context_tokens=context,
+            cache_blocks=int(blocks),
+            block_tokens=int(size),
+            events=self._there(source.get("endpoint")) if on else "",
+            replay=self._there(source.get("replay_endpoint")) if on else "",
+            topic=str(source.get("topic") or "") if on else "",
+        )
+
+    def _served(self, said: Any, model: str) -> tuple[str, int]:
+        try:
+            served = {str(one["id"]): int(one.get("max_model_len") or 0) for one in said["data"]}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise EngineUnfit(f"--url {self.url}: /v1/models is no list of models") from None
+        name = model or next(iter(served), "")
+        if name not in served:
+            raise EngineUnfit(f"--engine-model {model}: {self.url} serves {', '.join(served) or 'no model'}")
+        if served[name] < 2:
+            raise EngineUnfit(f"--url {self.url}: /v1/models does not tell max_model_len")
+        return name, served[name]
+
+    def _there(self, endpoint: object) -> str:
+        """Where an endpoint is that the engine has bound, as seen from here."""
+        text = str(endpoint or "")
+        host = urlsplit(self.url).hostname or ""
+        return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]):", f"tcp://{host}:", text)
+
+    async def tokens_of(self, model: str, text: str) -> list[int] | None:
+        """The engine's tokens of a text; None: it does not tell. Raises EngineAway."""
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        try:
+            said = await self._json("/tokenize", body)
+        except EngineUnfit:
+            return None
+        tokens = said.get("tokens") if isinstance(said, dict) else None
+        return tokens if isinstance(tokens, list) else None
+
+    async def healthy(self) -> None:
+        """Raises EngineAway."""
+        try:
+            await self._read("/health", None)
+        except EngineUnfit as problem:
+            raise EngineAway(str(problem)) from None
+
+    async def samples(self) -> dict[str, list[tuple[dict[str, str], float]]]:
+        """Samples of `/metrics`: labels and value by name. Raises EngineAway, EngineUnfit."""
+        found: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for line in (await self._read("/metrics", None)).decode(errors="replace").splitlines():
+            if (sample := _SAMPLE.match(line)) is None:
+                continue
+            try:
+                value = float(sample["value"])
+            except ValueError:
+                continue
+            labels = dict(_LABEL.findall(sample["labels"] or ""))
+            found.setdefault(sample["name"], []).append((labels, value))
+        return found
+
+    async def complete(self, body: dict[str, Any], vocabulary: int) -> AsyncIterator[Heard]:
+        """The answer as it comes. Raises EngineRefused, EngineAway."""
+        assert self._session is not None
+        try:
+            raw, headers = msgspec.json.encode(body), {"content-type": "application/json"}
+            async with self._session.post(
+                f"{self.url}/v1/completions", data=raw, headers=headers
+            ) as response:
+                if response.status != 200:
+                    raise refusal_of(response.status, await response.content.read(_BODY_BYTES_MAX))
+                async for line in response.content:
+                    heard = read_line(line, vocabulary)
+                    if heard is not None:
+                        yield heard
+                        if heard.finish_reason:
+                            return
+        except (aiohttp.ClientError, OSError, ValueError) as problem:
+            raise EngineAway(f"{self.url}: {str(problem) or type(problem).__name__}") from None
+        raise EngineRefused(f"{self.url}: the stream ended early", retryable=True)
+
+    async def _json(self, path: str, body: Any = None) -> Any:
+        raw = await self._read(path, body)
+        try:
+            return msgspec.json.decode(raw)
+        except (msgspec.DecodeError, RecursionError):
+            raise EngineUnfit(f"--url {self.url}: {path} is no JSON") from None
+
+    async def _read(self, path: str, body: Any) -> bytes:
+        """Raises EngineAway, EngineUnfit: it answers, but not with 200."""
+        assert self._session is not None
+        timeout = aiohttp.ClientTimeout(total=LOOK_S)
+        method = "GET" if body is None else "POST"
+        try:
+            async with self._session.request(
+                method, f"{self.url}{path}", json=body, timeout=timeout
+            ) as response:
+                raw = await response.content.read(_BODY_BYTES_MAX)
+                while chunk := await response.content.read(_BODY_BYTES_MAX - len(raw)):
+                    raw += chunk
+                if response.status != 200:
+                    raise EngineUnfit(f"--url {self.url}: {path} answers {response.status}")
+                return raw
+        except (aiohttp.ClientError, OSError, TimeoutError) as problem:
+            raise EngineAway(f"{self.url}: {str(problem) or type(problem).__name__}") from None

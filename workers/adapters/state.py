@@ -1,0 +1,356 @@
+"""The adapter's machine: orders of a mixed worker, obeyed by an engine that is asked over HTTP. Events in, actions out.
+Pure.
+
+::
+
+    order ─▶ its tokens ─▶ asked ─▶ first token: PrefillFinished, DecodeStarted ─▶ last one: RequestFinished
+                             └─ broke off: PrefillFailed, or DecodeFailed where its first token was out
+
+All orders go to the engine at once: it queues, batches and preempts as it does for its own clients. What the client of
+a request has already, from an engine that is gone, is the end of the prompt here; so greedy text goes on as it was,
+and what is drawn at random does not.
+
+What the engine does not tell is taken from what is seen. Prompts are computed one after another, so one has waited
+until the one before it had its first token; and a step's time is that between two tokens of the sequence that has
+run longest, where no prompt was computed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.decisions import StartMixed
+from halfmoon.schemas.events import (
+    DecodeFailed,
+    DecodeStarted,
+    PrefillFailed,
+    PrefillFinished,
+    WorkerHeartbeat,
+)
+from halfmoon.schemas.kv import PrefillResult
+from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.tokens import TakeReply
+from halfmoon.schemas.types import KEY_BYTES
+from halfmoon.workers.adapters.actions import Action, AskEngine, HangUp, StepSeen
+from halfmoon.workers.adapters.completion import Unanswerable, body_of
+from halfmoon.workers.adapters.engine_blocks import salt_of
+from halfmoon.workers.adapters.events import AnswerBroke, EngineAsked, EngineLooked, Event, TokensHeard
+from halfmoon.workers.decode.actions import AnswerResend, EndSpan
+from halfmoon.workers.decode.deliveries import deliveries_of, keep_finished, resend_reply
+from halfmoon.workers.decode.events import ResendRequested
+from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.decode.step_times import StepTimes
+from halfmoon.workers.machines import (
+    Announce,
+    AnnounceRequested,
+    OrderCancelled,
+    Report,
+    TakeTokens,
+    TokensTaken,
+    WorkerStopped,
+    refusal,
+)
+from halfmoon.workers.mixed.events import MixedOrdered
+from halfmoon.workers.mixed.request import decode_half
+
+REASON_CHARACTERS_MAX = 500
+
+
+class AdaptedRequest:
+    """One order. Times are monotonic ns."""
+
+    def __init__(self, order: StartMixed, layout: Layout, now_ns: int) -> None:
+        self.order = order
+        self.sequence = DecodeSequence(decode_half(order), layout, now_ns)
+        #: None: the engine was not asked yet.
+        self.asked_ns: int | None = None
+        self.cached_blocks = 0
+
+
+class AdapterState:
+    """See the module. `requests` are the open orders by id, in the order of their arrival."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        incarnation: str,
+        layout: Layout,
+        kv_blocks: int,
+        profile: CostProfile,
+        engine_model: str,
+        eos_ids: frozenset[int],
+    ) -> None:
+        self.worker_id, self.incarnation = worker_id, incarnation
+        self.layout, self.kv_blocks = layout, kv_blocks
+        self.requests: dict[str, AdaptedRequest] = {}
+        self.finished: OrderedDict[str, DecodeSequence] = OrderedDict()
+        self.times = StepTimes(profile)
+        self.cache_percent = 0.0
+        #: The newest first token of any order.
+        self.first_ns = 0
+        #: Whose tokens tell the time of a step, and its last one.
+        self.paced_by, self.paced_ns = "", 0
+        self.stopped = False
+        self.now_ns = self.wall_ns = 0
+        self.out: list[Action] = []
+        self._engine_model, self._eos_ids = engine_model, eos_ids
+
+    def on(self, event: Event) -> list[Action]:
+        """The actions that follow from `event`, in the order in which they must be begun."""
+        self.now_ns, self.wall_ns, self.out = event.at_ns, event.wall_ns, []
+        match event:
+            case TokensHeard():
+                self._heard(event)
+            case MixedOrdered():
+                self._begin(event.order)
+            case TokensTaken():
+                self._taken(event)
+            case EngineAsked():
+                if (request := self.requests.get(event.order_id)) is not None:
+                    request.asked_ns, request.cached_blocks = event.at_ns, event.cached_blocks
+            case AnswerBroke():
+                if (request := self.requests.get(event.order_id)) is not None:
+                    self._fail(request, event.reason, retryable=event.retryable)
+            case OrderCancelled():
+                if (request := self.requests.get(event.order_id)) is not None:
+                    self._drop(request)
+            case ResendRequested():
+                known = self._known(event.request.order_id)
+                return [AnswerResend(resend_reply(known, event.request, self.worker_id))]
+            case EngineLooked():
+                self.cache_percent = event.cache_percent
+            case AnnounceRequested():
+                self._drop_all()
+                self.out.append(Announce())
+            case WorkerStopped():
+                self.stopped = True
+                self._drop_all()
+        return self.out
+
+    @property
+    def kv_blocks_used(self) -> int:
+        """Blocks of the engine's cache, in ours."""
+        return min(self.kv_blocks, int(self.kv_blocks * self.cache_percent / 100))
+
+    def orders_open(self) -> int:
+        return len(self.requests)
+
+    def heartbeat(self, obeyed_seq: int) -> WorkerHeartbeat:
+        """How the worker is; the step figures begin again."""
+        steps, step_ns, sequences, context = self.times.take()
+        running = sum(1 for request in self.requests.values() if request.sequence.result is not None)
+        return WorkerHeartbeat(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            queued=len(self.requests) - running,
+            running=running,
+            kv_blocks_used=self.kv_blocks_used,
+            steps=steps,
+            step_ns=step_ns,
+            step_sequences=sequences,
+            step_context_tokens=context,
+            orders=list(self.requests),
+            obeyed_seq=obeyed_seq,
+        )
+
+    # --- an order arrives -----------------------------------------------------------------------------------
+
+    def _begin(self, order: StartMixed) -> None:
+        if self.stopped or self._known(order.order_id) is not None:
+            return
+        self.requests[order.order_id] = AdaptedRequest(order, self.layout, self.now_ns)
+        self.out.append(
+            TakeTokens(order_id=order.order_id, request_id=order.request_id, frontend_id=order.frontend_id)
+        )
+
+    def _known(self, order_id: str) -> DecodeSequence | None:
+        request = self.requests.get(order_id)
+        return self.finished.get(order_id) if request is None else request.sequence
+
+    def _taken(self, event: TokensTaken) -> None:
+        request, reply = self.requests.get(event.order_id), event.reply
+        if request is None or request.sequence.taken:
+            return
+        if reply is None or reply.gone:
+            self._fail(request, refusal(reply), retryable=reply is None)
+            return
+        sequence = request.sequence
+        sequence.take(reply, self._eos_ids)
+        problem = self._problem(request, reply)
+        if problem:
+            self._fail(request, problem, retryable=False)
+            return
+        for token_id in sequence.replay:
+            sequence.add(SampledToken(token_id=token_id), self.now_ns)
+        if sequence.finish_reason:  # its client has all of it, but for the word that it is over
+            self._first(request, sequence.tokens[0])
+            self._finish(request)
+            return
+        try:
+            body = body_of(
+                self._engine_model,
+                salt_of(sequence.root_key),
+                sequence.prompt,
+                sequence.replay,
+                sequence.max_tokens,
+                sequence.sampling,
+            )
+        except Unanswerable as problem:
+            self._fail(request, str(problem), retryable=False)
+            return
+        self.out.append(AskEngine(event.order_id, body, sequence.block_keys))
+
+    def _problem(self, request: AdaptedRequest, reply: TakeReply) -> str:
+        """Why the tokens are not those of the order; "": they are."""
+        tokens, keys = len(request.sequence.prompt), len(reply.block_keys) // KEY_BYTES
+        if tokens != request.order.prompt_tokens:
+            return "the frontend's tokens are not those of the order"
+        if keys not in (0, tokens // self.layout.block_tokens):
+            return f"--block-tokens: {self.layout.block_tokens} here, and something else at the frontend"
+        if not reply.root_key:
+            return "the frontend names no root of the request's block keys"
+        return ""
+
+    # --- the engine answers ---------------------------------------------------------------------------------
+
+    def _heard(self, event: TokensHeard) -> None:
+        request = self.requests.get(event.order_id)
+        if request is None:
+            return
+        sequence = request.sequence
+        index = len(sequence.output)
+        first = sequence.result is None and bool(event.tokens)
+        self._pace(request, len(event.tokens), first=first)
+        if first:
+            self._first(request, event.tokens[0])
+        for token in event.tokens:
+            if sequence.finish_reason:
+                break  # it drew on behind the end that the request has
+            sequence.add(token, self.now_ns)
+        if event.finish_reason and not sequence.finish_reason:
+            if event.finish_reason not in ("stop", "length") or sequence.result is None:
+                reason = f"the engine ended it by {event.finish_reason!r} after {len(sequence.output)} tokens"
+                self._fail(request, reason, retryable=True)
+                return
+            sequence.finish_reason = event.finish_reason
+        if len(sequence.output) > index or sequence.finish_reason:
+            self.out += deliveries_of([(sequence, index)], self.worker_id)
+        if first and not sequence.finish_reason:
+            self.out.append(Report(self._started(request)))
+        if sequence.finish_reason:
+            if not event.finish_reason:
+                self.out.append(HangUp(event.order_id))
+            self._finish(request)
+
+    def _first(self, request: AdaptedRequest, token: SampledToken) -> None:
+        """Its prompt is computed."""
+        order, sequence = request.order, request.sequence
+        asked_ns = self.now_ns if request.asked_ns is None else request.asked_ns
+        began_ns = min(self.now_ns, max(asked_ns, self.first_ns))
+        self.first_ns = self.now_ns
+        cached = min(request.cached_blocks * self.layout.block_tokens, len(sequence.prompt) - 1)
+        queue_ns, compute_ns = began_ns - sequence.arrived_ns, self.now_ns - began_ns
+        sequence.result = PrefillResult(
+            order_id=order.order_id,
+            request_id=order.request_id,
+            first=token,
+            queue_ns=queue_ns,
+            transfer_ns=0,
+            compute_ns=compute_ns,
+            cached_tokens=cached,
+            finished_at_ns=self.wall_ns,
+        )
+        sequence.result_ns = sequence.ready_ns = sequence.started_ns = self.now_ns
+        sequence.ready_wall_ns = self.wall_ns
+        self.out.append(
+            Report(
+                PrefillFinished(
+                    order_id=order.order_id,
+                    request_id=order.request_id,
+                    worker_id=self.worker_id,
+                    queue_ns=queue_ns,
+                    transfer_ns=0,
+                    compute_ns=compute_ns,
+                    cached_local_tokens=cached,
+                    prompt_tokens=len(sequence.prompt) + len(sequence.replay),
+                )
+            )
+        )
+
+    def _started(self, request: AdaptedRequest) -> DecodeStarted:
+        order = request.order
+        return DecodeStarted(order_id=order.order_id, request_id=order.request_id, worker_id=self.worker_id)
+
+    def _pace(self, request: AdaptedRequest, tokens: int, *, first: bool) -> None:
+        """Take the time of a step, where this sequence's tokens tell it."""
+        sequence = request.sequence
+        running = [one.sequence for one in self.requests.values() if one.sequence.result is not None]
+        if self.paced_by not in self.requests:
+            self.paced_by, self.paced_ns = sequence.order_id if not first else "", 0
+        if sequence.order_id != self.paced_by or not tokens:
+            return
+        alone = len(running) == len(self.requests) and self.first_ns <= self.paced_ns
+        if self.paced_ns and alone:
+            context = sum(len(one.prompt) + len(one.output) for one in running)
+            step_ns = (self.now_ns - self.paced_ns) // tokens
+            self.times.observe(step_ns, len(running), context)
+            self.out.append(StepSeen(step_ns, len(running), context))
+        self.paced_ns = self.now_ns
+
+    # --- the end of an order --------------------------------------------------------------------------------
+
+    def _finish(self, request: AdaptedRequest) -> None:
+        sequence = request.sequence
+        assert sequence.result is not None, sequence.order_id
+        self._end_span(sequence)
+        self.out.append(Report(sequence.finished(self.worker_id, sequence.result, self.now_ns)))
+        keep_finished(self.finished, sequence)
+        del self.requests[sequence.order_id]
+
+    def _fail(self, request: AdaptedRequest, reason: str, *, retryable: bool) -> None:
+        order, reason = request.order, reason[:REASON_CHARACTERS_MAX]
+        failed = PrefillFailed if request.sequence.result is None else DecodeFailed
+        if request.asked_ns is not None:
+            self.out.append(HangUp(order.order_id))
+        if request.sequence.result is not None:
+            self._end_span(request.sequence, error=reason)
+        self.out.append(
+            Report(
+                failed(
+                    order_id=order.order_id,
+                    request_id=order.request_id,
+                    worker_id=self.worker_id,
+                    reason=reason,
+                    retryable=retryable,
+                )
+            )
+        )
+        del self.requests[order.order_id]
+
+    def _drop(self, request: AdaptedRequest) -> None:
+        """By the conductor, or with the worker: no answer."""
+        if request.sequence.result is not None:
+            self._end_span(request.sequence, cancelled=True)
+        self.out.append(HangUp(request.order.order_id))
+        del self.requests[request.order.order_id]
+
+    def _drop_all(self) -> None:
+        for request in list(self.requests.values()):
+            self._drop(request)
+
+    def _end_span(self, sequence: DecodeSequence, *, error: str = "", cancelled: bool = False) -> None:
+        if sequence.traceparent:
+            self.out.append(EndSpan(sequence, error, cancelled))
+
+    def validate(self) -> None:
+        """Raises AssertionError, with values, when an invariant does not hold."""
+        assert not (self.stopped and self.requests), ("open orders of a stopped worker", list(self.requests))
+        for order_id, request in self.requests.items():
+            sequence = request.sequence
+            assert not sequence.finish_reason, ("ended and still open", order_id)
+            new = len(sequence.output) - len(sequence.replay)
+            assert (sequence.result is None) == (new <= 0), ("first token and result", order_id, new)
+            assert order_id not in self.finished, ("open and finished", order_id)
