@@ -84,9 +84,12 @@ class Module:
                 yield ast.get_docstring(node) or ""
 
     def role_comparisons(self) -> int:
-        """`==`, `in` and `case` with a role's name."""
+        """`==`, `in` and `case` with a role's name. Of an order's `phase`, a half or a stage: these are no roles."""
         return sum(
             any(isinstance(each, ast.Constant) and each.value in ROLES for each in ast.walk(node))
+            and not (
+                isinstance(node, ast.Compare) and ast.unparse(node.left).endswith(("phase", "half", "stage"))
+            )
             for node in ast.walk(self.tree)
             if isinstance(node, ast.Compare | ast.MatchValue)
         )

@@ -8,7 +8,7 @@ import msgspec
 
 from halfmoon.schemas.decisions import CacheSplit
 from halfmoon.schemas.policy import ElasticMode, Policy
-from halfmoon.schemas.roles import MemberRole, WorkerRole
+from halfmoon.schemas.roles import ROLES, MemberRole, WorkerRole
 from halfmoon.schemas.types import Blocks, Count, ExactNumerics, Id, Message, Ns, Part, Seq, Text, Tokens
 
 
@@ -138,11 +138,11 @@ class ConductorStatus(Message, frozen=True):
         roles = {node.role for node in self.nodes if node.state == "ready" and not node.no_attention}
         if "frontend" not in roles:
             return "no frontend is ready"
-        pair = [] if "mixed" in roles else [role for role in ("prefill", "decode") if role not in roles]
-        if not pair:
+        duties = [ROLES[role].duties for role in roles]
+        if {"prompts", "batch"} in duties:
             return ""
-        if pair == ["decode"] and (
-            no_attention := [node.no_attention for node in self.nodes if node.no_attention]
-        ):
-            return no_attention[0]
-        return f"no {pair[0]} worker is ready"
+        if {"prompts"} not in duties:
+            return "no prefill worker is ready"
+        if {"batch"} not in duties:
+            return next(filter(None, (node.no_attention for node in self.nodes)), "no decode worker is ready")
+        return ""

@@ -197,12 +197,11 @@ class Worker(ABC):
                 profile=config.profile,
                 exact_numerics=config.exact_numerics,
                 prompt_tokens_max=self.prompt_tokens_max(),
-                lends=config.holds_segments
-                or (self.role == "decode" and config.lending is not None and not config.cache_elsewhere),
+                lends=self.lends(),
                 cache_elsewhere=config.cache_elsewhere,
                 first_kv_head=config.first_kv_head,
                 decode_groups=config.decode_groups,
-                token_budget=config.token_budget if self.role == "mixed" else 0,
+                token_budget=config.token_budget,
                 kv_heads=config.kv_heads,
                 may_become=list(config.may_become),
                 stage_addresses=self.stage_addresses(),
@@ -246,6 +245,10 @@ class Worker(ABC):
     def kv_blocks_used(self) -> int:
         """Blocks of the engine's own paged cache in use."""
         return self.state.kv_blocks_used
+
+    def lends(self) -> bool:
+        """It holds whole segments of others' sequences."""
+        return self.config.holds_segments
 
     def prompt_tokens_max(self) -> int:
         """The longest prompt that is computed here though the cache does not hold it; 0: it must."""

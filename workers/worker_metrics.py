@@ -22,7 +22,7 @@ from halfmoon.schemas.events import (
     PrefillFinished,
     RequestFinished,
 )
-from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.roles import ROLES, WorkerRole
 
 #: Where cached tokens of a prompt come from. A worker's own paged cache keeps nothing for the next request:
 #: of "device" there are none.
@@ -119,18 +119,11 @@ class WorkerMetrics(Collector):
             ("model_name",),
             {model: used / blocks},
         )
-        match worker.role:
-            case "prefill":
-                yield from self._prefill(model)
-            case "decode":
-                yield from self._decode(model)
-            case "mixed":
-                yield from self._prefill(model)
-                yield from self._decode(model)
-            case "attention":
-                pass  # its cache is all there is to show
-            case _:
-                assert_never(worker.role)
+        duties = ROLES[worker.role].duties
+        if "prompts" in duties:
+            yield from self._prefill(model)
+        if "batch" in duties:
+            yield from self._decode(model)
 
     def _prefill(self, model: tuple[str]) -> Iterable[Metric]:
         cached = {(*model, source): count for source, count in self._cached.items()}

@@ -78,7 +78,9 @@ async def run(args: argparse.Namespace) -> int:
     say(f"{role} worker {worker_id}: loading {layout.model} ({layout.dtype}, {layout.numerics} numerics)")
     first_kv_head, kv_heads = heads_of_part(args, layout, worker_id) if role == "attention" else (0, 0)
     lending = channels(args, worker_id, layout)
-    stages = stage_channels(args, worker_id, layout, prefills="prefill" in (role, *may_become))
+    stages = stage_channels(
+        args, worker_id, layout, prefills=any(ROLES[one].duties == {"prompts"} for one in (role, *may_become))
+    )
     engine, profile = _engine(
         args,
         layout,
@@ -98,7 +100,9 @@ async def run(args: argparse.Namespace) -> int:
         stream_layers=not args.no_stream_layers,
         chunk_tokens=args.chunk_tokens,
         token_budget=token_budget_of(args, role, layout, profile, kv_blocks),
-        exact_numerics="" if role == "attention" else _tried(engine, layout, f"{role} worker {worker_id}"),
+        exact_numerics=_tried(engine, layout, f"{role} worker {worker_id}")
+        if ROLES[role].duties & {"prompts", "batch"}
+        else "",
         lending=lending,
         stage_channels=stages,
         cache_elsewhere=elsewhere,
@@ -130,7 +134,7 @@ async def _serve(
     worker = _kind(role)(bus, engine, store, config)
     worker.tracing = tracing
     # An iteration of a mixed worker is neither a prefill nor a step of the profile's.
-    if config.layout.layers and role in ("prefill", "decode"):
+    if config.layout.layers and ROLES[role].duties in ({"prompts"}, {"batch"}):
         own_steps = config.lending is None and not config.cache_elsewhere
         worker.profile_check = models.profile_check(
             engine, config.profile, lambda why: say(f"{role} worker {worker_id}: {why}"), steps=own_steps

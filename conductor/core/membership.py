@@ -39,7 +39,7 @@ from halfmoon.schemas.events import (
     WorkerHeartbeat,
     WorkerJoined,
 )
-from halfmoon.schemas.roles import MemberRole
+from halfmoon.schemas.roles import ROLES, MemberRole
 
 # --- workers ------------------------------------------------------------------------------------------------
 
@@ -94,23 +94,23 @@ def _worker(event: WorkerJoined, now_ns: int) -> WorkerRecord:
 
 
 def _duties(event: WorkerJoined) -> tuple[PromptDuty | None, BatchDuty | None, HoldDuty | None]:
-    """The duties of each role: a role that is added says here what its workers do."""
     prompts, batch, holds = None, None, None
-    if event.role in ("prefill", "mixed"):
+    duties = ROLES[event.role].duties
+    if "prompts" in duties:
         prompts = PromptDuty(
             fit=prefill_fit(event.profile),
             tokens_max=event.prompt_tokens_max,
             stage_addresses=event.stage_addresses,
             activation_bytes=event.activation_bytes,
         )
-    if event.role in ("decode", "mixed"):
+    if "batch" in duties:
         batch = BatchDuty(
             fit=decode_fit(event.profile),
             token_budget=event.token_budget,
             cache_elsewhere=event.cache_elsewhere,
             groups=event.decode_groups,
         )
-    if event.role == "attention" or (event.role == "decode" and event.lends):
+    if "holds" in duties or event.lends:
         holds = HoldDuty(segments=event.lends, first_kv_head=event.first_kv_head, kv_heads=event.kv_heads)
     return prompts, batch, holds
 

@@ -20,6 +20,7 @@ from halfmoon.conductor.replay.explain import decided_rows
 from halfmoon.conductor.replay.histories import RequestHistory
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.conductor.replay.timeline import Bar, Timeline
+from halfmoon.schemas.roles import ROLES
 
 US_NS = 1_000
 
@@ -49,8 +50,8 @@ def _run(timeline: Timeline, facts: str) -> dict[str, Any]:
     lanes = {lane: number for number, lane in enumerate(timeline.lanes)}
     histories, start_ns = timeline.histories, timeline.start_ns
     samples = timeline.samples
-    prefills = [lane for lane, role in timeline.lanes.items() if role in ("prefill", "mixed")]
-    decodes = [lane for lane, role in timeline.lanes.items() if role in ("decode", "mixed")]
+    prefills = [lane for lane, role in timeline.lanes.items() if "prompts" in ROLES[role].duties]
+    decodes = [lane for lane, role in timeline.lanes.items() if "batch" in ROLES[role].duties]
     told = (
         f"{timeline.model}, policy {timeline.policy.name}, {clock(start_ns)} UTC, "
         f"{duration(timeline.end_ns - start_ns)}, {len(histories):,} requests, {timeline.events:,} events, "

@@ -32,7 +32,7 @@ from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Decision, MoveKv, StartDecode
 from halfmoon.schemas.events import StoreJoined, WorkerJoined
 from halfmoon.schemas.policy import Policy
-from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.roles import ROLES, Duty, WorkerRole
 
 #: From the pool into a worker's cache; no event tells, and it is never the bottleneck on a machine with
 #: shared memory.
@@ -184,22 +184,22 @@ def _arrivals(histories: Sequence[RequestHistory], core: Core) -> list[Arrival]:
 
 
 def _cluster(workers: Sequence[WorkerJoined], stores: dict[str, StoreJoined]) -> ClusterShape:
-    def slots(role: str) -> int:
-        held = [
-            stores[worker.node_id].slots
-            for worker in workers
-            if worker.role == role and worker.node_id in stores
-        ]
-        return max(held, default=0)
+    def slots(pool: Sequence[WorkerJoined]) -> int:
+        return max((stores[one.node_id].slots for one in pool if one.node_id in stores), default=0)
 
+    prefills, decodes = with_duty(workers, "prompts"), with_duty(workers, "batch")
     return ClusterShape(
-        prefill=sum(worker.role == "prefill" for worker in workers),
-        decode=sum(worker.role == "decode" for worker in workers),
+        prefill=len(prefills),
+        decode=len(decodes),
         block_tokens=workers[0].layout.block_tokens,
-        pool_blocks=slots("prefill"),
-        decode_pool_blocks=slots("decode"),
-        kv_blocks=min(worker.kv_blocks for worker in workers if worker.role == "decode"),
+        pool_blocks=slots(prefills),
+        decode_pool_blocks=slots(decodes),
+        kv_blocks=min(worker.kv_blocks for worker in decodes),
     )
+
+
+def with_duty(workers: Sequence[WorkerJoined], duty: Duty) -> list[WorkerJoined]:
+    return [worker for worker in workers if duty in ROLES[worker.role].duties]
 
 
 def _profile(
@@ -211,8 +211,8 @@ def _profile(
 ) -> Profile:
     """The mean of what was learned of each role's workers; links as the median of those measured."""
     layout = workers[0].layout
-    prefills = [costs[worker.worker_id] for worker in workers if worker.role == "prefill"]
-    decodes = [costs[worker.worker_id] for worker in workers if worker.role == "decode"]
+    prefills = [costs[worker.worker_id] for worker in with_duty(workers, "prompts")]
+    decodes = [costs[worker.worker_id] for worker in with_duty(workers, "batch")]
     if not prefills or not decodes:
         raise NothingToSimulate("one of the pools was empty throughout")
     mean = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import assert_never
 
 import msgspec
 
@@ -57,7 +56,7 @@ from halfmoon.schemas.events import (
 )
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Policy
-from halfmoon.schemas.roles import ELASTIC_ROLES, WorkerRole
+from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, WorkerRole
 from halfmoon.schemas.types import KEY_BYTES
 
 #: Of every process, where costs are the profile's and predictions are not corrected.
@@ -214,24 +213,22 @@ class World:
 
     def _join(self, role: WorkerRole, worker_id: str, kv_blocks: int, incarnation: str) -> None:
         context, node_id = self.context, f"node-{worker_id}"
-        match role:
-            case "prefill":
-                self.prefill_workers[worker_id] = SimulatedPrefill(
-                    context,
-                    worker_id,
-                    context.nodes[node_id],
-                    self.decode_workers,
-                    self.prefill_workers,
-                    incarnation=incarnation,
-                )
-            case "decode":
-                self.decode_workers[worker_id] = SimulatedDecode(
-                    context, worker_id, kv_blocks, incarnation=incarnation
-                )
-            case "attention" | "mixed":
-                raise ValueError(f"{role} workers are not simulated here")
-            case _:
-                assert_never(role)
+        duties = ROLES[role].duties
+        if duties == {"prompts"}:
+            self.prefill_workers[worker_id] = SimulatedPrefill(
+                context,
+                worker_id,
+                context.nodes[node_id],
+                self.decode_workers,
+                self.prefill_workers,
+                incarnation=incarnation,
+            )
+        elif duties == {"batch"}:
+            self.decode_workers[worker_id] = SimulatedDecode(
+                context, worker_id, kv_blocks, incarnation=incarnation
+            )
+        else:
+            raise ValueError(f"{role} workers are not simulated here")
         self.say(
             WorkerJoined(
                 worker_id=worker_id,
@@ -244,7 +241,7 @@ class World:
                 batch_max=self.profile.batch_max,
                 profile=self.profile.cost,
                 may_become=list(ELASTIC_ROLES) if self.elastic else [],
-                stage_addresses=[worker_id] if self.together and role == "prefill" else [],
+                stage_addresses=[worker_id] if self.together and duties == {"prompts"} else [],
                 activation_bytes=self.profile.activation_bytes if self.together else 0,
             )
         )

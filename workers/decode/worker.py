@@ -156,6 +156,9 @@ class DecodeWorker(Worker):
     def orders_open(self) -> int:
         return len(self.state.orders.open) + len(self.state.orders.holds.order_ids())
 
+    def lends(self) -> bool:
+        return self.config.lending is not None and not self.config.cache_elsewhere
+
     async def release_all(self) -> None:
         for action in self.state.on(machines.WorkerStopped(**now())):
             if isinstance(action, Release):

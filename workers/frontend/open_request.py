@@ -13,7 +13,7 @@ No I/O and no clock in here. The rules:
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple, Protocol, assert_never
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -23,6 +23,7 @@ from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import pack_tokens, unpack_last_first
 from halfmoon.schemas.prompt_logprobs import packed_bytes
+from halfmoon.schemas.roles import ROLES
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import Delivery, TakeReply, TakeRequest, Timing
 from halfmoon.workers.model.text.control_text import ControlAsText
@@ -197,13 +198,8 @@ class OpenRequest:
             self.decode_worker = ""
             self.seen_tokens = len(self.output_ids)
             self.unknown_count = 0
-        match request.role:
-            case "decode" | "mixed":  # it will deliver
-                self.decode_worker = request.worker_id
-            case "prefill" | "attention":
-                pass
-            case _:
-                assert_never(request.role)
+        if "batch" in ROLES[request.role].duties:  # it will deliver
+            self.decode_worker = request.worker_id
         return TakeReply(
             token_ids=self.packed_prompt,
             block_keys=self.arrived.block_keys,

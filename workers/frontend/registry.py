@@ -46,6 +46,7 @@ from halfmoon.schemas.events import (
 )
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.roles import ROLES
 from halfmoon.schemas.tokens import ORDER_UNKNOWN, TakeReply, TakeRequest, TokensGiven, TokensSampled
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.log_health import LogHealth
@@ -337,7 +338,7 @@ class RequestRegistry:
             await asyncio.sleep(_PLACED_PAUSE_S)
         if request is None or ask.order_id != request.order_id:
             return TakeReply(gone=True)
-        named = request.decode_worker if ask.role == "decode" else request.prefill_worker
+        named = request.decode_worker if "batch" in ROLES[ask.role].duties else request.prefill_worker
         if ask.worker_id != named:
             raise PeerError("not_placed", f"{ask.order_id} was given to another worker")
         return request.take(ask)
