@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +78,19 @@ def what_is_there_stays() -> None:
     """Each simulation collects once: it would go over all that earlier tests have imported and left."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def what_is_frozen_is_not_counted() -> Iterator[None]:
+    """Each simulation asks whether anything is frozen. Here something always is, and Python counts it one by one: that
+    took longer than a short simulation.
+    """
+    told = SimpleNamespace(
+        collect=gc.collect, freeze=gc.freeze, unfreeze=gc.unfreeze, get_freeze_count=lambda: 1
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("halfmoon.conductor.simulation.simulate.gc", told)
+        yield
 
 
 _COLLECTED = pytest.StashKey[set[str]]()
