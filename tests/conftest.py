@@ -106,7 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Noted before any is deselected."""
     config.stash[_COLLECTED] = {item.nodeid.partition("[")[0] for item in items}
     for item in items:
-        if is_realtime(item.nodeid):
+        if is_realtime(item.nodeid) and item.get_closest_marker("pure") is None:
             item.add_marker(pytest.mark.realtime)
     items.sort(key=lambda item: _late_in_the_run(item.nodeid))
 

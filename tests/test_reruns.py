@@ -71,6 +71,7 @@ LATE = (
 NOT_LATE = ValueError("Timeout (>"), OSError("timed out"), ExceptionGroup("x", [Late("y"), ValueError("z")])
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("error", [*LATE, *NOT_LATE], ids=repr)
 def test_late_is_what_says_that_time_ran_out(error: Exception) -> None:
     assert ran_out_of_time(error) is (error in LATE)

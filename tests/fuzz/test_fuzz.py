@@ -34,6 +34,7 @@ def test_a_target_finds_nothing(name: str) -> None:
         pytest.fail(f"{name}, seed {seed} (-1: one of the corpus): {found}")
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("name", target_names())
 def test_a_seed_is_one_input(name: str) -> None:
     target = load(name)
@@ -42,6 +43,7 @@ def test_a_seed_is_one_input(name: str) -> None:
     assert len(set(inputs)) > 10
 
 
+@pytest.mark.pure
 def test_the_page_names_every_target() -> None:
     page = (Path(__file__).parents[2] / "docs" / "fuzzing.md").read_text()
     assert set(re.findall(r"`([a-z_]+)`", page.partition("| --- |")[2].partition("\n\n")[0])) == set(
@@ -86,6 +88,7 @@ def test_the_whole_goes_to_what_lacks_most_and_past_what_has_found_too_much(tmp_
     assert kept.next_of([bad, done]) is None
 
 
+@pytest.mark.pure
 def test_what_grows_is_named() -> None:
     warm = {"rss_bytes": 0, "files": 3, "threads": 1}
     assert grown(warm, {"rss_bytes": 1 << 20, "files": 9, "threads": 2}) == ""
