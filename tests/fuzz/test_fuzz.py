@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import re
 import threading
 from collections import Counter
@@ -13,11 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from tests.eventually import Late
 from tests.fuzz.accumulated import Accumulated
 from tests.fuzz.frame import Found, Play, Target, load, played, target_names
-from tests.fuzz.parts import Turn, grown
+from tests.fuzz.parts import Part, Turn, grown, play_part
 
 #: Of a target's inputs of a test. A change is held to its first seeds, all of these among them, by `make fuzz` too.
 SHARE = 4
@@ -136,3 +139,21 @@ def hangs(_: bytes) -> str:
 def test_the_frame_finds_what_no_input_may_do(play: Play) -> None:
     with pytest.raises(Found, match=r"KeyError|no end within"), played(finding(play)) as play_one:
         play_one(b"")
+
+
+def test_a_target_that_is_late_on_leaving_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def playing() -> Iterator[Play]:
+        yield lambda _: "fine"
+        raise Late("its server is gone")
+
+    monkeypatch.setattr("tests.fuzz.parts.load", lambda _: finding(hangs)._replace(playing=playing))
+    monkeypatch.setattr(
+        "tests.fuzz.parts.signal.signal", lambda *_: None
+    )  # of this process nobody ignores any
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    at: Any = context.Value("q", 0)
+    play_part("sample", range(3), 60.0, at, context.Event(), there)
+    part = msgspec.msgpack.decode(here.recv_bytes(), type=Part)
+    assert (part.outcomes, part.problem, at.value) == ({"fine": 3}, "late: its server is gone", -1)
