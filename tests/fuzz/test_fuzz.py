@@ -148,9 +148,7 @@ def test_a_target_that_is_late_on_leaving_says_so(monkeypatch: pytest.MonkeyPatc
         raise Late("its server is gone")
 
     monkeypatch.setattr("tests.fuzz.parts.load", lambda _: finding(hangs)._replace(playing=playing))
-    monkeypatch.setattr(
-        "tests.fuzz.parts.signal.signal", lambda *_: None
-    )  # of this process nobody ignores any
+    monkeypatch.setattr("tests.fuzz.parts.signal.signal", lambda *_: None)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     at: Any = context.Value("q", 0)
