@@ -133,18 +133,35 @@ def _place(path: str, among: set[str]) -> bool:
     return inside[0] in among or "/".join(inside) in among
 
 
-def counted(root: Path) -> tuple[int, int]:
-    """Functions of tests below `root`, and those of them that rest on real time."""
-    every = resting = 0
+def counted(root: Path) -> tuple[int, int, int]:
+    """Functions of tests below `root`, those of them that rest on real time, and those of these that no marker leaves
+    out of the default suite.
+    """
+    every = resting = blocking = 0
     for path in sorted((root / "tests").rglob("test_*.py")):
         whole = is_realtime(path.relative_to(root).as_posix())
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        left_out = any(_is_pytestmark(node) and _has(node, "slow") for node in tree.body)
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
                 every += 1
                 marks = {ast.unparse(mark) for mark in node.decorator_list}
-                resting += whole or "pytest.mark.realtime" in marks
-    return every, resting
+                rests = (whole and "pytest.mark.pure" not in marks) or "pytest.mark.realtime" in marks
+                resting += rests
+                blocking += rests and not left_out and "pytest.mark.slow" not in marks
+    return every, resting, blocking
+
+
+def _is_pytestmark(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+
+
+def _has(node: ast.stmt, marker: str) -> bool:
+    return any(isinstance(one, ast.Attribute) and one.attr == marker for one in ast.walk(node))
 
 
 if __name__ == "__main__":
-    print("{} functions of tests, {} of them rest on real time".format(*counted(Path(__file__).parents[1])))
+    every, resting, blocking = counted(Path(__file__).parents[1])
+    print(
+        f"{every} functions of tests; {resting} rest on real time, {blocking} of these in the default suite"
+    )

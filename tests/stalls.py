@@ -39,6 +39,8 @@ class StallMeter:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        #: A tick that a new span interrupts would leave the gap of the span before in it.
+        self._lock = threading.Lock()
         self._last_s = 0.0
         self._gap_s = 0.0
         self._times = (0, 0)
@@ -47,12 +49,14 @@ class StallMeter:
         if self._thread is None:
             self._thread = threading.Thread(target=self._tick_always, name="stall meter", daemon=True)
             self._thread.start()
-        self._last_s, self._gap_s = monotonic(), 0.0
+        with self._lock:
+            self._last_s, self._gap_s = monotonic(), 0.0
         self._times = cpu_times(_proc_stat())
 
     def tick(self, now_s: float) -> None:
-        self._gap_s = max(self._gap_s, now_s - self._last_s)
-        self._last_s = now_s
+        with self._lock:
+            self._gap_s = max(self._gap_s, now_s - self._last_s)
+            self._last_s = now_s
 
     def so_far(self) -> Stall:
         # The thread may not have run again after the gap that the caller has just left.

@@ -102,6 +102,7 @@ def test_a_module_that_is_executed_when_it_is_used_is_whole_then() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+@pytest.mark.pure
 def test_every_command_has_options_and_a_way_to_run() -> None:
     assert len({each.name for each in COMMANDS}) == len(COMMANDS)
     for each in COMMANDS:
@@ -169,6 +170,7 @@ def test_the_light_install_says_which_extra_a_command_needs() -> None:
     )
 
 
+@pytest.mark.pure
 def test_every_extra_that_is_named_is_one() -> None:
     """What is imported by a name of EXTRAS stands in that extra, and not among what all installs have."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]

@@ -33,9 +33,11 @@ def test_a_file_within_a_folder_may_mark_its_tests_one_by_one() -> None:
 
 def test_functions_are_counted(tmp_path: Path) -> None:
     for place, source in {
-        "tests/store/test_client.py": "def test_a(): ...\nasync def test_b(): ...\ndef other(): ...\n",
+        "tests/store/test_client.py": "def test_a(): ...\nasync def test_b(): ...\ndef other(): ...\n"
+        "@pytest.mark.pure\ndef test_c(): ...\n@pytest.mark.slow\ndef test_d(): ...\n",
+        "tests/store/test_engine.py": "pytestmark = [pytest.mark.slow]\ndef test_a(): ...\n",
         "tests/test_x.py": "@pytest.mark.realtime\ndef test_a(): ...\nclass TestB:\n    def test_b(self): ...\n",
     }.items():
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place).write_text(source)
-    assert counted(tmp_path) == (4, 3)
+    assert counted(tmp_path) == (7, 5, 3)

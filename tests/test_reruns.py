@@ -17,6 +17,7 @@ from tests.reruns import LATE_MAX, ran_out_of_time
 
 ROOT = Path(__file__).parents[1]
 
+TWO = ("-p", "xdist", "-n", "2")
 #: `first_time` takes a name; a file remembers. `late` is late while the meter has seen a gap, which is made up.
 FIRST_TIME = """
 import ctypes
@@ -44,13 +45,16 @@ def first_time(name):
 
 
 def run(directory: Path, source: str, *options: str) -> tuple[int, str]:
-    """Status and output of pytest over `source`, with nothing of this project but the plugin."""
+    """Status and output of pytest over `source`, with nothing of this project but the plugin, and no plugin that is
+    installed but `timeout` and, for `-n`, xdist: to import them all takes longer than to run the tests.
+    """
     (directory / "pytest.ini").write_text("[pytest]\nmarkers = realtime\ntimeout = 60\n")
     (directory / "test_inside.py").write_text(FIRST_TIME + source)
+    named = ["-p", "tests.reruns", "-p", "timeout", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.reruns", "-p", "no:cacheprovider", *options],
+        [sys.executable, "-m", "pytest", *named, *options],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -67,6 +71,7 @@ LATE = (
 NOT_LATE = ValueError("Timeout (>"), OSError("timed out"), ExceptionGroup("x", [Late("y"), ValueError("z")])
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("error", [*LATE, *NOT_LATE], ids=repr)
 def test_late_is_what_says_that_time_ran_out(error: Exception) -> None:
     assert ran_out_of_time(error) is (error in LATE)
@@ -76,7 +81,7 @@ def test_late_is_what_says_that_time_ran_out(error: Exception) -> None:
     "options",
     [
         pytest.param((), id="one process", marks=pytest.mark.slow),
-        pytest.param(("-n", "2"), id="two processes"),
+        pytest.param(TWO, id="two processes"),
     ],
 )
 def test_a_late_test_that_passes_alone_is_late_and_the_run_is_green(
@@ -194,8 +199,7 @@ def test_wrong_alone():
         late("the sun")
     assert 1 == 2
 """,
-        "-n",
-        "2",
+        *TWO,
     )
     assert status == pytest.ExitCode.TESTS_FAILED, said
     assert "2 failed" in said
@@ -240,11 +244,9 @@ def test_slow(number):
     assert (tmp_path / "0").read_text() == "x"
 
 
-@pytest.mark.parametrize("processes", [(), ("-n", "2")], ids=["one", "two"])
+@pytest.mark.parametrize("processes", [("-p", "xdist"), TWO], ids=["one", "two"])
 def test_the_largest_stall_and_its_test_stand_at_the_end(tmp_path: Path, processes: tuple[str, ...]) -> None:
-    status, said = run(
-        tmp_path, "def test_quick(): pass\ndef test_stalled(): stall()\n", "-p", "xdist", *processes
-    )
+    status, said = run(tmp_path, "def test_quick(): pass\ndef test_stalled(): stall()\n", *processes)
     assert status == 0, said
     ((seconds, test),) = re.findall(r"^largest stall: (\d+)\.\d\d s in (.*)$", said, re.MULTILINE)
     assert (int(seconds) >= 1, test) == (True, "test_inside.py::test_stalled")

@@ -36,6 +36,7 @@ async def until(condition: Callable[[], bool]) -> None:
     await eventually(condition, "what the test waits for", every_s=0.002)
 
 
+@pytest.mark.pure
 def test_headers_as_they_come() -> None:
     assert (header(BLOCK, "Nats-Last-Consumer"), header(BLOCK, "Nats-Last-Stream")) == ("1016", "1024")
     assert header(BLOCK, "Nats-Last") == header(None, "X") == ""
@@ -194,6 +195,7 @@ async def test_what_the_server_complains_of_ends_no_process(client: DirectClient
     await client.flush()
 
 
+@pytest.mark.pure
 def test_who_may_be_answered() -> None:
     inboxes = ("_INBOX.abc.1", "halfmoon.inbox.decode-0.x.1")
     assert [reply_subject(inbox) for inbox in inboxes] == list(inboxes)
@@ -209,6 +211,7 @@ def test_who_may_be_answered() -> None:
     assert [reply_subject(other) for other in [*others, b"_INBOX.\xff", "_INBOX.a b"]] == [""] * 8
 
 
+@pytest.mark.pure
 async def test_the_parser_takes_what_comes_however_it_is_cut() -> None:
     """And refuses what no server sends, by a ProtocolError: then the connection is made anew."""
     taken: list[object] = []

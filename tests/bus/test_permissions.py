@@ -225,6 +225,7 @@ async def test_a_role_hears_only_what_is_its_own(servers: ServerCluster, name: s
         assert await noting.may_hear(nc, own)
 
 
+@pytest.mark.pure
 def test_every_event_and_every_call_of_a_store_is_somebodys() -> None:
     """A message that is added must be allowed to somebody."""
     said = {kind for kinds in _SAID.values() for kind in kinds}
@@ -239,6 +240,7 @@ def test_every_event_and_every_call_of_a_store_is_somebodys() -> None:
     }
 
 
+@pytest.mark.pure
 def test_what_a_store_asks_of_others_it_may_ask() -> None:
     asked = set()
     for path in (Path(__file__).parents[2] / "store" / "agent").rglob("*.py"):
@@ -440,6 +442,7 @@ async def test_the_operator_saves_the_log(servers: ServerCluster, conductor: Bus
     assert '"TimerFired"' in file.read_text()
 
 
+@pytest.mark.pure
 def test_a_worker_that_may_change_its_role_may_what_both_may() -> None:
     """Under its own name and beside its own node, as ever; attention workers keep their role."""
     workers = {"prefill": 1, "decode": 1, "attention": 1}

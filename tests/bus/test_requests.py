@@ -145,6 +145,7 @@ async def test_who_is_patient_waits_for_somebody_to_serve(nats_url: str) -> None
     await server.close()
 
 
+@pytest.mark.pure
 def test_what_was_answered_is_forgotten_at_some_time() -> None:
     repeats = ReplyCache()
     for number in range(ANSWERS_MAX + 10):

@@ -107,7 +107,7 @@ def test_a_conductor_that_decides_by_something_else_than_the_log_is_found(
 
 def test_lost_kv_that_nobody_misses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconcile, "_is_overdue", lambda *_: False)
-    fails("orders at d|open at f")
+    fails("orders at d|open at f", "planner deaths")
 
 
 def test_a_core_that_believes_the_servers_clock_when_it_is_set_is_found(
@@ -399,16 +399,22 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
         Orders,
         "_is_busy",
         blocks_are_freed_in_the_step,
-        (),
+        ("stages",),
         "given away while a thread works|no block to write",
     ),
     (Orders, "finish", twice(Orders.finish), (), "answered twice"),
     (Orders, "cancel", a_cancelled_decode_goes_on, (), "cancelled and answered|orders at d"),
     (Orders, "_release", the_lease_is_kept, (), "held at n-d"),
-    (DecodeSequence, "take", the_clients_tokens_are_forgotten, (), "another token|another text|wrong text"),
+    (
+        DecodeSequence,
+        "take",
+        the_clients_tokens_are_forgotten,
+        ("splits",),
+        "another token|another text|wrong text",
+    ),
     (DecodeSequence, "take", replayed_tokens_are_not_fed_again, ("attention",), "output before"),
     (DecodeSequence, "delivery", a_delivery_begins_one_too_early, (), "another token"),
-    (Holds, "drop", a_lender_forgets_to_drop, ("lending",), "blocks used at d"),
+    (Holds, "drop", a_lender_forgets_to_drop, ("moves",), "blocks used at d"),
     (Holds, "drop", a_lender_forgets_to_drop, ("attention",), "orders at a"),
     (
         Holds,
@@ -417,7 +423,13 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
         ("splits",),
         "another length|attends to KV of somebody else",
     ),
-    (DecodeSequence, "go_on", a_resume_loses_a_token, ("attention",), "decodes another text"),
+    (
+        DecodeSequence,
+        "go_on",
+        a_resume_loses_a_token,
+        ("attention", "slow holders"),
+        "decodes another text",
+    ),
     (Lenders, "_ask", a_part_counts_as_held_before_it_is, ("lending",), "counts as held what nobody said"),
     (
         Moves,
@@ -430,7 +442,7 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
         Moves,
         "unread",
         blocks_that_are_being_sent_are_given_away,
-        ("moves", "slow holders"),
+        ("moves", "slow holders", "roles"),
         "being sent|free twice|not used",
     ),
     (Job, "cancel", a_cancelled_prefill_goes_on, (), "cancelled and answered|orders at p"),
@@ -445,7 +457,7 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
     (Job, "_layer_stored", the_last_layer_is_not_pushed, (), "committed without its bytes"),
     (Job, "_compute", layers_are_loaded_before_they_are_fetched, (), "loaded other bytes"),
     (Job, "_fetch_failed", a_failed_fetch_is_not_heard_of, (), "orders at [pm]|held at n-[pm]"),
-    (Job, "_pause_ended", a_store_is_not_asked_again, (), "orders at [pm]|held at n-[pm]"),
+    (Job, "_pause_ended", a_store_is_not_asked_again, ("stages",), "orders at [pm]|held at n-[pm]"),
     (Job, "_end", leases_outlive_the_order, (), "held at n-[pm]"),
     (
         CacheWindow,
@@ -465,7 +477,7 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
 
 
 #: By method and wishes. Dozens of worlds are played before each, or long ones.
-FOUND_LATE = {("_fetch_failed", ()), ("_adopt", ("splits",)), ("drop", ("attention",))}
+FOUND_LATE = {("_compute", ()), ("_fetch_failed", ()), ("_adopt", ("splits",)), ("drop", ("attention",))}
 
 
 @pytest.mark.parametrize(

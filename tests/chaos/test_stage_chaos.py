@@ -59,8 +59,14 @@ PLANTED = [
 ]
 
 
+#: A dozen worlds are played before it.
+FOUND_LATE = a_stage_that_is_gone_is_waited_for
+
+
 @pytest.mark.parametrize(
-    ("owner", "name", "fault", "match"), PLANTED, ids=[one[2].__name__ for one in PLANTED]
+    ("owner", "name", "fault", "match"),
+    [pytest.param(*one, marks=[pytest.mark.slow] if one[2] is FOUND_LATE else []) for one in PLANTED],
+    ids=[one[2].__name__ for one in PLANTED],
 )
 def test_a_planted_fault_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any, match: str

@@ -52,6 +52,7 @@ def planned(prompt: int = 8, output: int = 4, at_ns: int = -1, number: int = 0) 
 # --- what is asked for --------------------------------------------------------------------------------------
 
 
+@pytest.mark.pure
 def test_lengths_are_drawn_as_their_words_say() -> None:
     rng = np.random.default_rng(1)
 
@@ -72,6 +73,7 @@ def test_lengths_are_drawn_as_their_words_say() -> None:
             Lengths.parse(wrong, "--prompt-tokens")
 
 
+@pytest.mark.pure
 def test_arrivals_come_at_the_rate_and_by_the_seed() -> None:
     def at_s(**options: Any) -> list[float]:
         drawn = DrawnLoad(
@@ -86,6 +88,7 @@ def test_arrivals_come_at_the_rate_and_by_the_seed() -> None:
     assert at_s(seed=3) == at_s(seed=3) != at_s(seed=4)
 
 
+@pytest.mark.pure
 def test_prompts_share_what_they_should_and_nothing_else() -> None:
     drawn = DrawnLoad(
         prompt=Lengths("uniform", 40, 80),
@@ -105,6 +108,7 @@ def test_prompts_share_what_they_should_and_nothing_else() -> None:
     assert all(VOCABULARY // 8 <= token < VOCABULARY for prompt in prompts for token in prompt)
 
 
+@pytest.mark.pure
 def test_a_trace_is_scaled_to_the_context_and_keeps_its_blocks() -> None:
     key = lambda *names: b"".join(name.to_bytes(16, "big") for name in names)  # noqa: E731
     arrivals = [
@@ -134,6 +138,7 @@ def test_a_trace_is_scaled_to_the_context_and_keeps_its_blocks() -> None:
 # --- what is measured ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.pure
 def test_figures_of_a_run_made_by_hand() -> None:
     ran = [
         Record(planned=planned(), due_ns=0, sent_ns=5 * MS, heard_ns=[20 * MS, 30 * MS, 50 * MS]),
@@ -203,6 +208,7 @@ class Stalling:
         return
 
 
+@pytest.mark.pure
 async def test_a_stall_is_charged_to_all_who_should_have_been_sent_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -20,6 +20,7 @@ from tests.cluster.holding import Holds, running_with_holds
 from tests.cluster.prompts import prompt
 from tests.cluster.steering import prefill_of
 from tests.cluster.test_stages import always_together
+from tests.eventually import SCENARIO_S, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MODEL = ("--dtype", "float32", "--pool-mib", "512", *PATIENT)
@@ -43,14 +44,17 @@ async def scored(cluster: Cluster, nc: Any) -> Scored:
 
 
 async def together(cluster: Cluster, nc: Any) -> Scored:
-    """By two workers; a first attempt may be thought too slow for that."""
-    for _ in range(4):
+    """By two workers; an attempt may be thought too slow for that."""
+
+    async def by_two() -> Scored | None:
         found = await scored(cluster, nc)
         placed = [one.decision for one in await cluster.decisions()]
         newest = [one for one in placed if isinstance(one, StartPrefill)][-1]
-        if (await prefill_of(cluster, newest.request_id)).stages == 2:
-            return found
-    raise AssertionError("never computed together")
+        return found if (await prefill_of(cluster, newest.request_id)).stages == 2 else None
+
+    found = await eventually(by_two, "two workers compute the prompt together", bound_s=SCENARIO_S)
+    assert found is not None
+    return found
 
 
 async def killed(cluster: Cluster, nc: Any) -> Scored:

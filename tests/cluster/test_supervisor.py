@@ -82,6 +82,7 @@ def test_words_to_a_full_disk_are_lost_and_nothing_else() -> None:
     assert done.stdout == "goes on\n"
 
 
+@pytest.mark.pure
 def test_an_output_that_cannot_be_begun_anew_goes_on_in_the_old_file(tmp_path: Path) -> None:
     log = OutputLog(tmp_path / "a.log")
     log.write("x" * FILE_BYTES_MAX)

@@ -391,6 +391,7 @@ def test_nothing_is_imported_where_it_is_off() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     "text",
     [
@@ -409,6 +410,7 @@ def test_what_is_no_traceparent_begins_a_trace_of_its_own(text: str) -> None:
     assert checked_traceparent(f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01")
 
 
+@pytest.mark.pure
 def test_without_its_packages_the_option_is_refused_and_the_variable_only_warned_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -424,6 +426,7 @@ def test_without_its_packages_the_option_is_refused_and_the_variable_only_warned
         start_tracing(args, "frontend", "frontend-0")
 
 
+@pytest.mark.pure
 def test_an_endpoint_that_is_no_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["up", "--otlp", "localhost:4318"])

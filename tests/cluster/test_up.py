@@ -271,6 +271,7 @@ def test_a_second_cluster_of_the_same_name_is_refused(small: Cluster) -> None:
     assert (small.directory / "cluster.json").exists()  # the first one's, untouched
 
 
+@pytest.mark.pure
 def test_options_that_mean_nothing_are_one_line_that_names_them(
     refusal: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +299,7 @@ def test_options_that_mean_nothing_are_one_line_that_names_them(
     assert "environment: --prefill: invalid" in refusal()
 
 
+@pytest.mark.pure
 def test_a_chat_template_that_is_none_is_refused_before_anything_is_started(
     refusal: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -311,6 +313,7 @@ def test_a_chat_template_that_is_none_is_refused_before_anything_is_started(
     )
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("command", [["frontend"], ["prefill", "--node", "n"], ["decode", "--node", "n"]])
 def test_a_process_alone_reads_its_template_before_its_weights(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -166,6 +166,7 @@ async def test_events_that_expired_unread_are_told_from_bytes_that_are_no_event(
             await check_gap(bus, 2)
 
 
+@pytest.mark.pure
 def test_the_code_version_is_of_all_that_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A changed line anywhere in the core or in the messages is another version; a compiled file is not."""
     folders = {name: tmp_path / name for name in DECIDING}

@@ -69,8 +69,9 @@ def test_the_short_ways_end_where_the_policy_would_among_all(count: int) -> None
     assert sum(decodes for _, decodes in taken) > 5 * count
 
 
-def test_rows_are_as_if_made_anew_after_every_event() -> None:
-    for seed in range(5):
+@pytest.mark.parametrize("count", sizes(2, 5))
+def test_rows_are_as_if_made_anew_after_every_event(count: int) -> None:
+    for seed in range(count):
         cluster = Cluster(8_000 + seed, checked=False)
         cluster.run(chaos_s=20, calm_s=0)
         core = Core()

@@ -66,6 +66,7 @@ async def test_without_a_conductor_it_says_so(nats_url: str) -> None:
     assert await halfmoon(nats_url, "show") == (1, "", "halfmoon: no conductor answers\n")
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -335,6 +335,7 @@ def test_an_answer_is_taken_back_and_means_the_chat_that_it_was(
     run(scenario)
 
 
+@pytest.mark.pure
 def test_reasoning_is_never_an_error() -> None:
     """Summaries stand in for thoughts that are not there; encrypted ones are another server's."""
 
@@ -363,6 +364,7 @@ def test_reasoning_is_never_an_error() -> None:
     assert messages_of(parse_chat, chat)[:-1] == read(text, message)
 
 
+@pytest.mark.pure
 def test_a_call_that_was_cut_is_taken_back() -> None:
     """As the text that it is, in each dialect."""
     text = '{"city": "Ro'
@@ -384,6 +386,7 @@ def test_a_call_that_was_cut_is_taken_back() -> None:
         assert read["tool_calls"][0]["function"]["arguments"] == text
 
 
+@pytest.mark.pure
 def test_what_is_to_be_included_is_refused_where_it_is_missed() -> None:
     ask: dict[str, Any] = {"input": "Hi", "include": ["message.output_text.logprobs"]}
     with pytest.raises(ApiError) as caught:
@@ -400,6 +403,7 @@ TURNS = [
 ]
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("choice", "anthropics", "openais", "parallel"),
     [
@@ -464,6 +468,7 @@ def test_all_three_mean_the_same_chat(choice: Any, anthropics: Any, openais: Any
     assert chat_of(parse_responses(json.dumps(responses).encode())) == expected
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -106,6 +106,7 @@ def test_https_is_served_with_a_certificate(run: Any, tmp_path: Path) -> None:
     run(scenario, http_tls=context)
 
 
+@pytest.mark.pure
 def test_options_that_do_not_fit_are_named(tmp_path: Path) -> None:
     file, key = certificate(tmp_path)
     with pytest.raises(OptionInvalid, match="--ssl-keyfile: needs --ssl-certfile"):
@@ -119,6 +120,7 @@ def test_options_that_do_not_fit_are_named(tmp_path: Path) -> None:
             _context_tokens(argparse.Namespace(engine="torch", model=MODEL, max_model_len=tokens))
 
 
+@pytest.mark.pure
 def test_a_line_of_the_log_is_an_object_with_its_exception() -> None:
     try:
         raise ValueError("no\nway")

@@ -242,6 +242,7 @@ def test_an_address_has_a_cap_of_its_own(run: Any) -> None:
     run(scenario, http_limits=limits)
 
 
+@pytest.mark.pure
 def test_the_cap_fits_the_limit_of_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

@@ -238,6 +238,7 @@ def test_clients_may_have_inboxes_of_another_name(run: Any) -> None:
     run(scenario, client_inboxes=("_INBOX.", "_INBOX_alice."))
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     "prefix", ["", "h", "halfmoon", "halfmoon.", "halfmoon.events.", "$JS.", "a b", ">", "a.."]
 )

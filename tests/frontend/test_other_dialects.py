@@ -282,6 +282,7 @@ def test_a_message_that_fails_later_ends_with_an_error_of_anthropics(run: Any) -
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
+@pytest.mark.pure
 def test_both_ask_for_answers_of_a_schema() -> None:
     turns = [{"role": "user", "content": "Hi"}]
     asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}

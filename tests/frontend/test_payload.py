@@ -39,6 +39,7 @@ def prompt(tokens: int) -> list[int]:
     return [7] * tokens
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("block_tokens", [1, 16, 256, 4096])
 @pytest.mark.parametrize("payload", [PAYLOAD, 8 << 20])
 def test_a_request_that_fits_fits_in_each_of_its_messages(block_tokens: int, payload: int) -> None:

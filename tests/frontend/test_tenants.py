@@ -88,6 +88,7 @@ def key_file(folder: Path, text: str, mode: int = 0o600) -> str:
     return str(file)
 
 
+@pytest.mark.pure
 def test_a_line_of_the_key_file_is_a_key_or_a_tenant_and_its_key(tmp_path: Path) -> None:
     text = "# clients\n\nplain-key-0123456789  # of nobody\n acme   acme-key-0123456789 \r\n* all-key-0123456789\n"
     assert read_keys(key_file(tmp_path, text)) == {
@@ -97,6 +98,7 @@ def test_a_line_of_the_key_file_is_a_key_or_a_tenant_and_its_key(tmp_path: Path)
     }
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -116,6 +118,7 @@ def test_a_wrong_key_file_is_refused_by_its_line_and_without_its_keys(
     assert "secret-key" not in str(refused.value)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o620, 0o666])
 def test_a_key_file_that_others_may_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ValueError, match=f"mode 0{mode:o}"):
@@ -124,6 +127,7 @@ def test_a_key_file_that_others_may_read_or_write_is_refused(tmp_path: Path, mod
         read_keys(key_file(tmp_path, "plain-key-0123456789\n", fine))
 
 
+@pytest.mark.pure
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a file away")
 def test_a_key_file_of_another_user_is_refused(tmp_path: Path) -> None:
     file = key_file(tmp_path, "plain-key-0123456789\n")

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from tests.eventually import Late
 from tests.fuzz.frame import TIMES_WAITED, Found, Target, load, played
 
 #: What a process holds is first counted after so many inputs, or half of its time: caches have filled by then.
@@ -126,6 +127,8 @@ def play_part(
         problem, end = str(found), held()
         if found.content is not None:
             problem, at.value = f"{target.keep(found.content)}: {problem}", -1
+    except Late as late:  # as a rule on leaving the target, when its inputs are over
+        problem, end = f"late: {late}", held()
     if not problem:
         problem = grown(warm, end)
     part = Part(counts, warm, end, problem, time.monotonic() - began, time.process_time())

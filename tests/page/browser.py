@@ -9,7 +9,10 @@ import base64
 import contextlib
 import itertools
 import json
+import os
 import shutil
+import signal
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -137,9 +140,12 @@ async def browsing(directory: Path, url: str, **look: Any) -> AsyncIterator[Brow
         "--disable-extensions",
     ]
     profile = directory / "profile"
+    # Killed, it leaves a folder with a socket in it, whose name would be too long below `directory`.
+    temporary = tempfile.mkdtemp(prefix="halfmoon-page-")
     process = await asyncio.create_subprocess_exec(
         BROWSER, *flags, *quiet, f"--user-data-dir={profile}", "--remote-debugging-port=0", "about:blank",
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": temporary}, start_new_session=True,
     )  # fmt: skip
     try:
         async with aiohttp.ClientSession() as http:
@@ -153,8 +159,9 @@ async def browsing(directory: Path, url: str, **look: Any) -> AsyncIterator[Brow
             finally:
                 await browser.close()
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
+        shutil.rmtree(temporary)
 
 
 async def _connect(http: aiohttp.ClientSession, port_file: Path) -> aiohttp.ClientWebSocketResponse | None:

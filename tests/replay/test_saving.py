@@ -195,6 +195,7 @@ async def test_decisions_that_have_expired_are_counted_and_no_others_may_be_miss
     assert not verify(LogFile(tmp_path / "less.jsonl")).identical
 
 
+@pytest.mark.pure
 def test_a_directory_without_a_log_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(NoLog, match="there is no event log in it"), served(tmp_path):
         pass

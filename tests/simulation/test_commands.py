@@ -98,6 +98,7 @@ def test_experiments_are_the_same_again_and_what_is_missing_is_said(
     assert "NOT RUN" in pages[0].decode()
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -68,6 +68,7 @@ def secret(name: str | None) -> dict[str, str]:
     return {"secret": channel_secret(name)} if name else {}
 
 
+@pytest.mark.pure
 def test_the_channels_secret_does_not_tell_the_clusters() -> None:
     assert "cluster" not in channel_secret("cluster")
     assert channel_secret("cluster") == channel_secret("cluster") != channel_secret("clusteR")
@@ -125,6 +126,7 @@ def test_a_name_that_another_user_took_is_not_believed() -> None:
     server.close()
 
 
+@pytest.mark.pure
 def test_an_address_of_another_host_is_no_way_over_a_local_socket() -> None:
     with pytest.raises(ChannelRefused, match="encryption: 'auto' here, and a is reached at unix:0123/x"):
         connect(["unix:0123/x"], hello("decode-0"), options("unix"), peer="a")

@@ -511,10 +511,12 @@ def test_a_peer_of_another_model_or_build_is_refused_by_the_name_of_the_field(ki
         assert listener.accept() is None
 
 
+@pytest.mark.pure
 def test_every_field_of_a_hello_is_compared_or_an_ends_own() -> None:
     assert {*OTHER, "worker_id", "window", "message_bytes_max"} == set(hello("a").__struct_fields__)
 
 
+@pytest.mark.pure
 def test_heads_that_cannot_be_split_so_are_refused() -> None:
     for changes, reason in (
         ({"head_shares": 2}, "head_shares: 2 do not divide 3 KV heads"),

@@ -105,6 +105,7 @@ KINDS = {kind.name: kind for kind in (ShmTransport.kind, RdmaTransport.kind, Tcp
 BATCH = [Slice(i, i, 0, 4) for i in range(8)]  # 32 MiB: four slices
 
 
+@pytest.mark.pure
 def test_a_batch_is_cut_into_slices_that_cover_it_once() -> None:
     pieces = cut([Slice(i, 63 - i, 1, 3) for i in range(7)], 1 << 20, 2)
     assert [sum(item.layers for item in piece) << 20 for piece in pieces] == [
@@ -122,6 +123,7 @@ def test_a_batch_is_cut_into_slices_that_cover_it_once() -> None:
     assert cut(BATCH, 1 << 20, 1) == [BATCH]
 
 
+@pytest.mark.pure
 def test_a_failed_path_is_replaced_by_another_then_by_another_transport_then_it_is_said() -> None:
     async def story() -> None:
         rdma, tcp = Scripted(), Scripted()
@@ -147,6 +149,7 @@ def test_a_failed_path_is_replaced_by_another_then_by_another_transport_then_it_
     asyncio.run(story())
 
 
+@pytest.mark.pure
 def test_a_path_rests_longer_after_each_failure_and_is_probed_by_one_move() -> None:
     async def story() -> None:
         tcp = Scripted(seconds=0.05)
@@ -172,6 +175,7 @@ def test_a_path_rests_longer_after_each_failure_and_is_probed_by_one_move() -> N
     asyncio.run(story())
 
 
+@pytest.mark.pure
 def test_slices_are_shared_out_by_bandwidth_and_distance() -> None:
     async def story() -> None:
         tcp = Scripted(seconds=0.01)
@@ -242,6 +246,7 @@ def test_real_bytes_come_over_tcp_when_the_memory_cannot_be_mapped_and_striped()
     asyncio.run(story())
 
 
+@pytest.mark.pure
 def test_topology_is_read_from_sysfs_and_overridden_by_a_file(tmp_path: File) -> None:
     for name, text in (
         ("sys/class/net/eth0/device/numa_node", "1\n"),

@@ -106,6 +106,7 @@ def test_a_holder_of_blocks_that_nobody_asked_for(nats_url: str) -> None:
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("mark", ["zz" * 16, "ab", "AB" * 16, "ab" * 17, "ab" * 16 + "\n"])
 def test_a_mark_is_empty_or_a_digest(mark: str) -> None:
     """It goes into the table of the SSD tier's file, and would end the task that writes it."""
@@ -153,6 +154,7 @@ def test_another_tenants_mark_on_a_reservation_does_not_end_the_write_back(
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     "name",
     ["../../etc/passwd", "/etc/passwd", "halfmoon-t/../x", "", "halfmoon-", "halfmoon-a\n", "other-t-n"],
@@ -164,6 +166,7 @@ def test_a_segment_is_a_name_in_shared_memory_and_no_way_out_of_it(name: str) ->
         PoolView.attach(name, Geometry(slots=1, layers=1, layer_block_bytes=4096))
 
 
+@pytest.mark.pure
 def test_an_empty_segment_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfmoon.store.pool.segment.SHM", tmp_path)
     (tmp_path / "halfmoon-t-n").touch()

@@ -128,6 +128,7 @@ def held(told: dict[int, list[Any]]) -> dict[str, set[bytes]]:
     return holds
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     "address",
     ["tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557", "tcp://10.1.2.3:5557", "tcp://eth0:5557"],

@@ -23,6 +23,7 @@ CHAINS = [
 LEAK_BYTES = 1 << 20
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("hours", [1, 6])
 def test_memory_that_grows_is_found_in_one_hour_and_in_many(hours: int) -> None:
     filling = [float(min(part, WARM_PARTS)) for part in range(hours * PARTS)]

@@ -262,6 +262,7 @@ def test_a_node_that_restarts_has_only_its_new_keys_on_the_list() -> None:
     tell(story, kind="curve")
 
 
+@pytest.mark.pure
 def test_the_stranger_that_waited_longest_goes() -> None:
     strangers: Admission[int] = Admission(strangers_max=4, per_address_max=2)
     assert [strangers.enter(number, "a") for number in range(3)] == [None, None, 0]

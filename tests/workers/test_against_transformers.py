@@ -84,7 +84,7 @@ def test_logits_are_those_of_transformers(
         assert difference < 1e-3
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("exact", sizes(True, False))
 def test_log_probabilities_of_a_prompt_are_those_of_transformers(
     model_f32: LoadedModel, reference: Any, tokenizer: Tokenizer, exact: bool
 ) -> None:

@@ -519,6 +519,7 @@ def test_heads_that_do_not_divide_and_rows_without_a_place(made: Made) -> None:
             cache.begin({"attention-0": held}, {"attention-0": heads})
 
 
+@pytest.mark.pure
 def test_the_query_alone_has_the_bits_that_it_has_with_keys_and_values(local: Local, away: Engine) -> None:
     generator = torch.Generator().manual_seed(3)
     for rows in (1, 16):

@@ -148,6 +148,7 @@ class Group:
         return running
 
 
+@pytest.fixture(scope="module")
 def alone(model: LoadedModel) -> tuple[str, Any]:
     """The logits' digest of one worker, and the KV of all whole blocks `[blocks, layers, bytes]`."""
     one = engine(model)
@@ -161,8 +162,10 @@ def alone(model: LoadedModel) -> tuple[str, Any]:
 
 @pytest.mark.parametrize("split", [(2, 1), (1, 1, 1)])
 @pytest.mark.parametrize("cached", [0, 2, 5])
-def test_stages_give_one_workers_bits(model: LoadedModel, split: tuple[int, ...], cached: int) -> None:
-    digest, held = alone(model)
+def test_stages_give_one_workers_bits(
+    model: LoadedModel, alone: tuple[str, Any], split: tuple[int, ...], cached: int
+) -> None:
+    digest, held = alone
     with Group(model, split) as group:
         group.pool.bytes[:cached] = held[:cached]
         running = group.begin_parts()

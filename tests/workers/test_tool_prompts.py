@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from halfmoon.workers.model.loading.errors import ModelBroken
+from halfmoon.workers.model.text.detokenizer import TextStart, token_bytes
 from halfmoon.workers.model.text.template_files import TemplateSource
 from halfmoon.workers.model.text.tokenizer import ChatTemplateError, Tokenizer
-from halfmoon.workers.model.text.tokenizer_files import read_tokenizer
+from halfmoon.workers.model.text.tokenizer_files import TokenizerFiles, read_tokenizer
 from tests.workers.made_models import ARRAY, STRING, Directory, directory, gguf
 
-FILES = read_tokenizer("smollm2-135m-instruct")
 KNOWS_TOOLS = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -38,9 +41,29 @@ CHAT: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("template", [KNOWS_TOOLS, FILES.chat_template], ids=["knows tools", "knows none"])
-def test_tools_are_told_and_bring_no_control_token(template: str) -> None:
-    tokenizer = Tokenizer(dataclasses.replace(FILES, chat_template=template))
+@functools.cache
+def model_files() -> TokenizerFiles:
+    """Of the model that comes along; its own template knows no tools."""
+    return read_tokenizer("smollm2-135m-instruct")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bytes_of_tokens_once() -> Iterator[None]:
+    """Templates differ here, the vocabulary does not, and it takes longer to find its tokens' bytes than to render."""
+    known = token_bytes(model_files().with_control, frozenset(model_files().control.values()))
+
+    def found(tokenizer: tokenizers.Tokenizer, control_ids: frozenset[int]) -> tuple[list[bytes], TextStart]:
+        return known if tokenizer is model_files().with_control else token_bytes(tokenizer, control_ids)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("halfmoon.workers.model.text.tokenizer.token_bytes", found)
+        yield
+
+
+@pytest.mark.parametrize("template", [KNOWS_TOOLS, None], ids=["knows tools", "knows none"])
+def test_tools_are_told_and_bring_no_control_token(template: str | None) -> None:
+    source = template or model_files().chat_template
+    tokenizer = Tokenizer(dataclasses.replace(model_files(), chat_template=source))
     ids = tokenizer.encode_chat(CHAT, tools=[TOOL])
     begin, end = tokenizer.control["<|im_start|>"], tokenizer.control["<|im_end|>"]
     turns = 4 if template == KNOWS_TOOLS else 5  # its own begins the answer
@@ -53,7 +76,7 @@ def test_tools_are_told_and_bring_no_control_token(template: str) -> None:
 
 
 def test_a_system_message_of_the_users_is_kept_before_the_tools() -> None:
-    tokenizer = Tokenizer(FILES)
+    tokenizer = Tokenizer(model_files())
     text = tokenizer.decode(tokenizer.encode_chat([{"role": "system", "content": "Be brief."}], tools=[TOOL]))
     assert text.startswith("system\nBe brief.\n\nYou may call functions")
 
@@ -67,7 +90,7 @@ def test_a_system_message_of_the_users_is_kept_before_the_tools() -> None:
     ],
 )
 def test_the_template_says_how_calls_and_thoughts_are_written(words: str, style: str, thinks: bool) -> None:
-    tokenizer = Tokenizer(dataclasses.replace(FILES, chat_template=words))
+    tokenizer = Tokenizer(dataclasses.replace(model_files(), chat_template=words))
     assert (tokenizer.call_style, tokenizer.thinks) == (style, thinks)
 
 
@@ -157,7 +180,8 @@ def test_a_broken_template_for_tools_is_refused_by_its_file(tmp_path: Path) -> N
 
 def test_calls_are_read_as_the_template_for_tools_has_them() -> None:
     files = dataclasses.replace(
-        FILES, tool_template=TemplateSource('{"parameters": } {{ tools }}', FILES.template_file)
+        model_files(),
+        tool_template=TemplateSource('{"parameters": } {{ tools }}', model_files().template_file),
     )
     assert Tokenizer(files).call_style == "llama3"
 
@@ -196,7 +220,7 @@ def turns(arguments: str, calls: str = "true") -> str:
 def test_a_template_that_writes_calls_gets_them_in_the_form_that_it_takes(
     template: str, written: str, given: Any
 ) -> None:
-    tokenizer = Tokenizer(dataclasses.replace(FILES, chat_template=template))
+    tokenizer = Tokenizer(dataclasses.replace(model_files(), chat_template=template))
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}
     chat = [
         *PLAIN,
@@ -231,9 +255,9 @@ def test_arguments_that_are_no_json_are_the_text_that_they_are(
         (turns("{{ c.function.arguments | tojson }}"), decoded),
         (turns("{{ '' + c.function.arguments }}"), text),
     ):
-        tokenizer = Tokenizer(dataclasses.replace(FILES, chat_template=template))
+        tokenizer = Tokenizer(dataclasses.replace(model_files(), chat_template=template))
         assert rendered(tokenizer, chat) == f"user:ab;f:{written};"
-    assert f'{{"name": "f", "arguments": {decoded}}}' in rendered(Tokenizer(FILES), chat)
+    assert f'{{"name": "f", "arguments": {decoded}}}' in rendered(Tokenizer(model_files()), chat)
 
 
 def test_a_template_without_end_for_calls_has_them_told_in_text() -> None:
@@ -242,7 +266,7 @@ def test_a_template_without_end_for_calls_has_them_told_in_text() -> None:
     source = (
         "{% for m in messages %}{% if m.tool_calls %}" + endless + "{% endif %}{{ m.content }}{% endfor %}"
     )
-    tokenizer = Tokenizer(dataclasses.replace(FILES, chat_template=source))
+    tokenizer = Tokenizer(dataclasses.replace(model_files(), chat_template=source))
     assert rendered(tokenizer, PLAIN) == "ab"
     assert "<tool_call>" in rendered(tokenizer, CHAT)
 
@@ -254,7 +278,7 @@ def test_a_template_that_takes_no_system_message_has_tools_in_the_users_first() 
             template
             + "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         )
-        text = rendered(Tokenizer(dataclasses.replace(FILES, chat_template=source)), PLAIN, [TOOL])
+        text = rendered(Tokenizer(dataclasses.replace(model_files(), chat_template=source)), PLAIN, [TOOL])
         assert text.startswith("[user]You may call functions")
         assert text.endswith("</tool_call>\n\nab")
 
@@ -264,7 +288,7 @@ def test_results_that_follow_each_other_are_one_turn() -> None:
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
         "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     )
-    tokenizer = Tokenizer(dataclasses.replace(FILES, chat_template=source))
+    tokenizer = Tokenizer(dataclasses.replace(model_files(), chat_template=source))
     results = [{"role": "tool", "content": each} for each in ("r1", "r2")]
     text = rendered(tokenizer, [*PLAIN, {"role": "assistant", "content": "c"}, *results])
     told = "<tool_response>\nr1\n</tool_response>\n<tool_response>\nr2\n</tool_response>"
@@ -285,7 +309,7 @@ def test_a_last_message_is_continued_where_it_ends_and_not_where_its_words_come_
     template: str, content: str, end: str
 ) -> None:
     source = "{% for m in messages %}<|im_start|>" + template + "\n{% endfor %}"
-    tokenizer = Tokenizer(dataclasses.replace(FILES, chat_template=source))
+    tokenizer = Tokenizer(dataclasses.replace(model_files(), chat_template=source))
     messages = [{"role": "assistant", "content": content}]
     ids = tokenizer.encode_chat(messages, add_generation_prompt=False, continue_final=True)
     assert ids == [tokenizer.control["<|im_start|>"], *tokenizer.encode(end)]
@@ -293,7 +317,7 @@ def test_a_last_message_is_continued_where_it_ends_and_not_where_its_words_come_
 
 def test_a_last_message_that_the_template_rewrites_is_not_continued() -> None:
     for source in ("{{ messages[-1].content | upper }}", "none of it"):
-        tokenizer = Tokenizer(dataclasses.replace(FILES, chat_template=source))
+        tokenizer = Tokenizer(dataclasses.replace(model_files(), chat_template=source))
         with pytest.raises(ChatTemplateError, match="does not write the last message as it is"):
             tokenizer.encode_chat(
                 [{"role": "assistant", "content": "ab"}], add_generation_prompt=False, continue_final=True
