@@ -211,11 +211,11 @@ class BlockIndex:
         live = sum(1 << slot for slot, node in enumerate(self._slots) if node)
         for masks in (self._dram, self._ssd):
             for key, mask in masks.items():
-                assert mask > 0, ("no holder", key.hex())
-                assert not mask & ~live, ("bits of no node", key.hex(), mask, live)
+                assert mask > 0, ("I39 no holder", key.hex())
+                assert not mask & ~live, ("I40 bits of no node", key.hex(), mask, live)
         bits = [(node, 1 << slot) for slot, node in enumerate(self._slots) if node]
         assert bits == sorted(self._bits.items(), key=lambda one: one[1]), (
-            "a node with two bits",
+            "I41 a node with two bits",
             self._slots,
         )
 
