@@ -41,7 +41,7 @@ def check_slots(
     holders = [0] * len(slots)
     writing = [0] * len(slots)
     for hold in holds.values():
-        assert len(hold.slots) == len(hold.keys), hold
+        assert len(hold.slots) == len(hold.keys), ("I42 keys of a hold", hold)
         for number in hold.slots:
             holders[number] += 1
     for writer in writers.values():
@@ -49,24 +49,28 @@ def check_slots(
             writing[number] += 1
     committed = SlotState.COMMITTED
     free = set(free_slots)
-    assert len(free) == len(free_slots), "a slot is free twice"
+    assert len(free) == len(free_slots), "I43 a slot is free twice"
     idle = set(queues.order())
     for number, slot in enumerate(slots):
         state, held, written = slot.state, slot.holders, slot.writers
-        assert (held, written) == (holders[number], writing[number]), (number, slot)
+        assert (held, written) == (holders[number], writing[number]), (
+            "I44 holders and writers",
+            number,
+            slot,
+        )
         if state is committed:
-            assert number not in free, (number, slot)
-            assert (number in idle) == (not held and not written), (number, slot)
+            assert number not in free, ("I45 free and committed", number, slot)
+            assert (number in idle) == (not held and not written), ("I46 idle", number, slot)
             continue
-        assert number not in idle, (number, slot)
-        assert (number in free) == (state is SlotState.FREE), (number, slot)
+        assert number not in idle, ("I46 idle", number, slot)
+        assert (number in free) == (state is SlotState.FREE), ("I45 free", number, slot)
         if state is SlotState.FREE:
-            assert (held, written) == (0, 0), (number, slot)
+            assert (held, written) == (0, 0), ("I47 free and held", number, slot)
         elif state is SlotState.RESERVED:
-            assert held, (number, slot)
+            assert held, ("I47 reserved by nobody", number, slot)
         else:
-            assert held == 0, (number, slot)
-            assert (number in lingering) == (written == 0), (number, slot)
-    assert len(queues) == len(idle), "an idle slot is in two orders"
+            assert held == 0, ("I47 condemned and held", number, slot)
+            assert (number in lingering) == (written == 0), ("I48 lingering", number, slot)
+    assert len(queues) == len(idle), "I49 an idle slot is in two orders"
     for number in idle:
-        assert number in queues, ("in the order of idle slots and not idle", number)
+        assert number in queues, ("I49 in the order of idle slots and not idle", number)

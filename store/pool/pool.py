@@ -407,16 +407,16 @@ class Pool:
         audit.check_slots(self.slots, self.holds, self.writers, self._free, self._idle, self._lingering)
         free, committed = SlotState.FREE, SlotState.COMMITTED
         used = Counter([slot.tenant for slot in self.slots if slot.state is not free])
-        assert used == +self._used, (used, self._used)
+        assert used == +self._used, ("I50 slots of tenants", used, self._used)
         over = [tenant for tenant, quota in self._quotas.items() if used[tenant] > quota]
-        assert not over, (over, used)
+        assert not over, ("I51 over their quotas", over, used)
         readable = 0
         for number, slot in enumerate(self.slots):
-            assert (slot.pinned_until_ns > 0) == (number in self._pinned), (number, slot)
+            assert (slot.pinned_until_ns > 0) == (number in self._pinned), ("I52 pinned", number, slot)
             if slot.state is committed:
                 readable += 1
-                assert self._by_key.get(slot.key) == number, (number, slot)
-        assert len(self._by_key) == readable, (len(self._by_key), readable)
+                assert self._by_key.get(slot.key) == number, ("I53 found by its key", number, slot)
+        assert len(self._by_key) == readable, ("I53 keys of no block", len(self._by_key), readable)
 
     # --- inside ---------------------------------------------------------------------------------------------
 

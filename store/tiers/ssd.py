@@ -246,16 +246,24 @@ class SsdTier:
     def check(self) -> None:
         """The invariant: every record is accounted for. Raises AssertionError with the values in it."""
         free = set(self._free)
-        assert len(free) == len(self._free), "a record is free twice"
-        assert not free & self._entries.keys(), free & self._entries.keys()
+        assert len(free) == len(self._free), "I111 a record is free twice"
+        assert not free & self._entries.keys(), ("I111 free and in use", free & self._entries.keys())
         for record, entry in self._entries.items():
-            assert self._records[entry.key] == record, (record, entry)
-            assert (record in self._order) == (not self._readers[record]), (record, entry)
-        assert len(self._records) == len(self._entries), (len(self._records), len(self._entries))
+            assert self._records[entry.key] == record, ("I112 found by its key", record, entry)
+            assert (record in self._order) == (not self._readers[record]), (
+                "I113 evicted while it is read",
+                record,
+                entry,
+            )
+        assert len(self._records) == len(self._entries), (
+            "I112 keys of no record",
+            self._records,
+            self._entries,
+        )
         if self._file is not None:
             forgotten = [record for record in +self._readers if record not in self._entries]
             used = len(free) + len(self._entries) + len(forgotten) + self._taken
-            assert used == self._file.records, (used, self._file.records)
+            assert used == self._file.records, ("I114 records of nobody", used, self._file.records)
 
     # --- read -----------------------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class AttentionWorker(Holder):
                 assert_never(action)
 
     def fill(self, block: int, marks: list[bytes]) -> None:
-        assert marks == [marks[0]] * LAYERS, ("loads other bytes", self.process_id, marks)
+        assert marks == [marks[0]] * LAYERS, ("I96 loads other bytes", self.process_id, marks)
         self.cache[block][:] = [self._share(marks[0])] * BLOCK_TOKENS
 
     def _share(self, mark: bytes) -> bytes:
@@ -119,7 +119,7 @@ class AttentionWorker(Holder):
         for hold, tokens, _, grows in rows:
             if hold not in self.offered:
                 return RowRefusal(f"hold {hold} is not here", hold)
-            assert grows or tokens == self.pushed[hold], ("a part of another length", hold, tokens)
+            assert grows or tokens == self.pushed[hold], ("I101 a part of another length", hold, tokens)
             if tokens > self.pushed[hold]:
                 return RowRefusal(
                     f"hold {hold} has {self.pushed[hold]} tokens, and {tokens} were meant", hold
@@ -136,13 +136,13 @@ class AttentionWorker(Holder):
             if self.attenders[hold] != name:
                 return RowRefusal(f"hold {hold} is on a newer list", hold)
         for (hold, tokens, first, grows), text in zip(rows, texts, strict=True):
-            assert self.pushed[hold] == tokens, ("another length", self.process_id, hold, tokens)
+            assert self.pushed[hold] == tokens, ("I101 another length", self.process_id, hold, tokens)
             wanted = text.token_kv(self.first_kv_head)[first : first + tokens]
             for place in range(0, tokens, BLOCK_TOKENS):
                 end = min(BLOCK_TOKENS, tokens - place)
                 have = self.cache[self.offered[hold][place // BLOCK_TOKENS]][:end]
                 assert have == wanted[place : place + end], (
-                    "attends to KV of somebody else",
+                    "I96 attends to KV of somebody else",
                     self.process_id,
                     hold,
                     place,
@@ -154,6 +154,11 @@ class AttentionWorker(Holder):
     def _write(self, hold: int, first: int, marks: list[bytes]) -> None:
         blocks = self.offered[hold]
         for place, mark in enumerate(marks, first):
-            assert place < len(blocks) * BLOCK_TOKENS, ("no room for a token", self.process_id, hold, place)
+            assert place < len(blocks) * BLOCK_TOKENS, (
+                "I102 no room for a token",
+                self.process_id,
+                hold,
+                place,
+            )
             self.cache[blocks[place // BLOCK_TOKENS]][place % BLOCK_TOKENS] = self._share(mark)
         self.pushed[hold] = first + len(marks)

@@ -236,7 +236,12 @@ class DecodeWorker(Holder):
             self.net.counts["outputs shared"] += 1
             for place, slot in enumerate(hold.slots):
                 have = self.cache[action.table[action.known_blocks + place]]
-                assert have == [keys[place]] * LAYERS, ("shares other bytes", action.order_id, place, have)
+                assert have == [keys[place]] * LAYERS, (
+                    "I96 shares other bytes",
+                    action.order_id,
+                    place,
+                    have,
+                )
                 if place not in hold.present:
                     self.view[slot][:] = have
             self.store.commit(owner, 0, len(keys))
@@ -330,17 +335,17 @@ class DecodeWorker(Holder):
         """Every block that the step reads holds its sequence's KV; it writes the next token's into the last."""
         for sequence in batch:
             text, have = self.world.text(sequence.order.request_id), len(sequence.output)
-            assert sequence.output == text.tokens[:have], ("decodes another text", sequence.order_id)
+            assert sequence.output == text.tokens[:have], ("I97 decodes another text", sequence.order_id)
             if self.world.null or sequence.elsewhere:
                 continue
             place, offset = divmod(sequence.length, BLOCK_TOKENS)
-            assert len(sequence.table) > place, ("no block to write to", sequence.order_id, place)
+            assert len(sequence.table) > place, ("I102 no block to write to", sequence.order_id, place)
             if offset == 0:
                 self.cache[sequence.table[place]][:] = [text.mark(place)] * LAYERS
             for block in range(sequence.away, place + 1):
                 marks = self.cache[sequence.table[block]]
                 wanted = [text.mark(block)] * LAYERS
-                assert marks == wanted, ("KV of somebody else", sequence.order_id, block, marks, wanted)
+                assert marks == wanted, ("I96 KV of somebody else", sequence.order_id, block, marks, wanted)
 
     def lenders(self, batch: list[DecodeSequence]) -> dict[tuple[str, int], int]:
         """The lives of those who hold parts of the batch, by worker and hold; 0 for one that is not there or does not
@@ -351,18 +356,22 @@ class DecodeWorker(Holder):
             text = self.world.text(sequence.order.request_id)
             for part in sequence.parts:
                 said = (sequence.order_id, part.worker_id, part.hold)
-                assert said in self.told, ("counts as held what nobody said", said)
+                assert said in self.told, ("I100 counts as held what nobody said", said)
                 lender = self.world.decode_worker(part.worker_id)
                 there = lender.alive and self.net.reachable(lender) and self.net.reachable(self)
                 held = lender.offered.get(part.hold) if there else None
                 if held is not None:
                     have, all_of_it = lender.pushed[part.hold], part.blocks * BLOCK_TOKENS
-                    assert have == all_of_it, ("asked for what is not there yet", sequence.order_id, have)
+                    assert have == all_of_it, (
+                        "I100 asked for what is not there yet",
+                        sequence.order_id,
+                        have,
+                    )
                 lives[part.worker_id, part.hold] = lender.life if held is not None else 0
                 for place, block in enumerate(held or ()):
                     wanted = [text.mark(part.first_block + place)] * LAYERS
                     assert lender.cache[block] == wanted, (
-                        "lends KV of somebody else",
+                        "I96 lends KV of somebody else",
                         sequence.order_id,
                         place,
                     )

@@ -151,12 +151,12 @@ class Frontend(Process):
             return
         for place, token in enumerate(delivery.tokens, delivery.index):
             wanted = text.tokens[place] if place < len(text.tokens) else "nothing"
-            assert token.token_id == wanted, ("another token", delivery.request_id, place, token, wanted)
+            assert token.token_id == wanted, ("I97 another token", delivery.request_id, place, token, wanted)
         request.output += [token.token_id for token in delivery.tokens[have - delivery.index :]]
         # What becomes of an aborted order is for the conductors to say.
         if delivery.finish_reason in ("stop", "length"):
-            assert delivery.finish_reason == text.reason, ("ended otherwise", delivery, text.reason)
-            assert request.output == text.tokens, ("a wrong text", request.output, text.tokens)
+            assert delivery.finish_reason == text.reason, ("I97 ended otherwise", delivery, text.reason)
+            assert request.output == text.tokens, ("I97 a wrong text", request.output, text.tokens)
             self.end(delivery.request_id, "finished")
 
     def ask(self, request_id: str) -> None:

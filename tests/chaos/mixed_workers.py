@@ -102,7 +102,11 @@ class MixedWorker(PrefillWorker):
         if isinstance(event, RequestFinished):
             self.net.counts["prompts computed again"] += event.preemptions
         if isinstance(event, PrefillFinished):
-            assert event.order_id not in self.cancelled, ("cancelled and answered", self.process_id, event)
+            assert event.order_id not in self.cancelled, (
+                "I89 cancelled and answered",
+                self.process_id,
+                event,
+            )
             self.say(event)
         else:
             super().report(event)
@@ -163,7 +167,7 @@ class MixedWorker(PrefillWorker):
 
     def end(self, step: RunIteration, step_ns: int, loaded: dict[int, list[bytes]], lost: list[str]) -> None:
         for block, marks in loaded.items():
-            assert len(set(marks)) == 1 or lost, ("loaded layers of two blocks", marks)
+            assert len(set(marks)) == 1 or lost, ("I96 loaded layers of two blocks", marks)
             self.cache[block] = [marks[0]] * BLOCK_TOKENS
         for chunk in step.chunks:
             if chunk.sequence.order_id not in lost:
@@ -192,13 +196,28 @@ class MixedWorker(PrefillWorker):
         prompt = text.arrived.prompt_tokens
         for place, token_id in enumerate(token_ids, start):
             wanted = text.tokens[place - prompt] if place >= prompt else sequence.prompt[place]
-            assert token_id == wanted, ("computes another text", sequence.order_id, place, token_id, wanted)
+            assert token_id == wanted, (
+                "I97 computes another text",
+                sequence.order_id,
+                place,
+                token_id,
+                wanted,
+            )
         if self.world.null:
             return
-        assert len(table) * BLOCK_TOKENS >= start + len(token_ids), ("rows without blocks", sequence.order_id)
+        assert len(table) * BLOCK_TOKENS >= start + len(token_ids), (
+            "I102 rows without blocks",
+            sequence.order_id,
+        )
         for place in range(start):
             have = self.cache[table[place // BLOCK_TOKENS]][place % BLOCK_TOKENS]
-            assert have == text.kv(place), ("attends to other bytes", sequence.order_id, place, start, have)
+            assert have == text.kv(place), (
+                "I96 attends to other bytes",
+                sequence.order_id,
+                place,
+                start,
+                have,
+            )
         for place in range(start, start + len(token_ids)):
             self.cache[table[place // BLOCK_TOKENS]][place % BLOCK_TOKENS] = text.kv(place)
 
@@ -211,7 +230,7 @@ class MixedWorker(PrefillWorker):
         for block, slot in chunk.stores:
             place = chunk.table.index(block)
             assert self.cache[block] == [text.mark(place)] * BLOCK_TOKENS, (
-                "stores other bytes",
+                "I96 stores other bytes",
                 owner,
                 place,
             )

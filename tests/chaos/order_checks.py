@@ -16,7 +16,7 @@ def check_orders(state: State, stamped: Stamped, decisions: Sequence[Decision]) 
         _check_role(state, decision)
         if new and isinstance(decision, StartPrefill | StartMixed):
             orders, limit = state.workers[decision.worker_id].orders, state.policy.queued_max_per_worker
-            assert len(orders) <= limit, ("more than the queue takes", decision, len(orders))
+            assert len(orders) <= limit, ("I90 more than the queue takes", decision, len(orders))
 
 
 def _check_role(state: State, decision: Decision) -> None:
@@ -26,13 +26,13 @@ def _check_role(state: State, decision: Decision) -> None:
             worker = state.workers[decision.worker_id]
             role = type(decision).__name__.removeprefix("Start").lower().replace("stage", "prefill")
             assert (worker.role, worker.change.becomes) == (role, ""), (
-                "placed on another role",
+                "I91 placed on another role",
                 decision,
                 worker,
             )
         case ChangeRole():
             role = state.workers[decision.worker_id].role
             stay = [one for one in state.workers.values() if one.role == role and not one.draining]
-            assert stay, ("the last of its role was told to change", decision)
+            assert stay, ("I91 the last of its role was told to change", decision)
         case _:
             pass

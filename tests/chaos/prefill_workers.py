@@ -105,7 +105,7 @@ class PrefillWorker(Worker):
         self.hear(prefill_events.LayersFetched, order_id=order_id, layer=layer)
 
     def text(self, order_id: str) -> Text:
-        assert order_id in self.state.jobs, ("works for an ended order", order_id)
+        assert order_id in self.state.jobs, ("I103 works for an ended order", order_id)
         return self.world.text(self.state.jobs[order_id].order.request_id)
 
     def do(self, action: prefill_actions.Action) -> None:
@@ -367,7 +367,14 @@ class Computation:
                 self._check(block, layer)
             else:
                 have, wanted = self.cache[table[block]][layer], self.text.mark(block)
-                assert have == wanted, ("attends to other bytes", self.order_id, block, layer, have, wanted)
+                assert have == wanted, (
+                    "I96 attends to other bytes",
+                    self.order_id,
+                    block,
+                    layer,
+                    have,
+                    wanted,
+                )
 
     def _check(self, block: int, layer: int) -> None:
         self.held(block, layer)
@@ -376,7 +383,7 @@ class Computation:
         """What the pool has of the prompt's block."""
         assert self.memory is not None
         have, wanted = self.memory[self.action.slots[block]][layer], self.text.mark(block)
-        assert have == wanted, ("loaded other bytes", self.order_id, block, layer, have, wanted)
+        assert have == wanted, ("I96 loaded other bytes", self.order_id, block, layer, have, wanted)
         return have
 
     def store(self, block: int, layer: int, mark: bytes) -> None:

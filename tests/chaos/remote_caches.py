@@ -44,12 +44,16 @@ class RemoteCaches:
             covered = 0
             for part in sequence.parts:
                 said = (sequence.order_id, part.worker_id, part.hold)
-                assert said in self.worker.told, ("counts as held what nobody said", said)
+                assert said in self.worker.told, ("I100 counts as held what nobody said", said)
                 assert isinstance(part, CachePart), part
                 first = part.first_block * BLOCK_TOKENS
                 tokens = sequence.length - first if part.grows else part.blocks * BLOCK_TOKENS
                 # By heads all have its end; by sequence each begins where the one before ends.
-                assert first == covered, ("parts overlap, or leave a gap", sequence.order_id, part.worker_id)
+                assert first == covered, (
+                    "I101 parts overlap, or leave a gap",
+                    sequence.order_id,
+                    part.worker_id,
+                )
                 covered += 0 if part.grows else tokens
                 rows.setdefault(part.worker_id, []).append(Row(part.hold, tokens, first, part.grows))
         self.world.net.counts["steps split by sequence"] += any(
@@ -101,7 +105,7 @@ class RemoteCaches:
         marks = self.worker.cache[tail.block]
         prompt_tokens = text.arrived.prompt_tokens
         wanted = [text.kv(place) for place in range(prompt_tokens - tail.tokens, prompt_tokens)]
-        assert marks == [wanted[0]] * LAYERS, ("sends KV of somebody else", tail.order_id, marks)
+        assert marks == [wanted[0]] * LAYERS, ("I96 sends KV of somebody else", tail.order_id, marks)
         for worker_id, hold, _, _ in tail.places:
             place = self._reached(worker_id)
             problem = "it is away" if place is None else place.append(hold, tail.first_token, wanted)

@@ -123,7 +123,12 @@ class SlowHolders:
         for place in self._asked.pop(life, {}):
             steps = self._steps[life].get(place, deque())
             if len(steps) == WINDOW and min(steps) >= limit_ns:
-                assert place in named, ("slow, and nobody says so", owner.process_id, place, heartbeat.places)
+                assert place in named, (
+                    "I92 slow, and nobody says so",
+                    owner.process_id,
+                    place,
+                    heartbeat.places,
+                )
 
     # --- what follows -----------------------------------------------------------------------------------------
 
@@ -139,7 +144,7 @@ class SlowHolders:
         for decision in decisions:
             if isinstance(decision, MoveKv):
                 lender = state.workers[decision.lender_id]
-                assert slow_mark(state, lender) is None, ("moves to a slow one", decision)
+                assert slow_mark(state, lender) is None, ("I93 moves to a slow one", decision)
             elif isinstance(decision, StartDecode) and not decision.resumes:
                 self._check_placed(state, decision)
 
@@ -158,10 +163,10 @@ class SlowHolders:
             if times >= PERCENT or marked:
                 self.net.counts["slow ones marked"] += event.worker_id not in known
                 known[event.worker_id] = state.at_ns
-                assert event.worker_id in place.holds.slow_by, ("slow and not marked", seen, place)
+                assert event.worker_id in place.holds.slow_by, ("I92 slow and not marked", seen, place)
             else:
                 known.pop(event.worker_id, None)
-                assert event.worker_id not in place.holds.slow_by, ("well and still marked", seen, place)
+                assert event.worker_id not in place.holds.slow_by, ("I92 well and still marked", seen, place)
 
     def _check_placed(self, state: State, order: StartDecode) -> None:
         """A slow one is taken only where the others have no room, even now that the order's own is booked."""
@@ -179,8 +184,8 @@ class SlowHolders:
             others = [one for one in _quick(state, "decode") if one is not owner and one.lends]
             room = _segments_free(others) >= sum(map(_segments, order.loans))
         slow = [one.worker_id for one in chosen if slow_mark(state, one) is not None]
-        assert not (slow and room), ("placed at a slow one", order, slow)
-        self.net.counts["placed at a slow one"] += bool(slow)
+        assert not (slow and room), ("I93 placed at a slow one", order, slow)
+        self.net.counts["I93 placed at a slow one"] += bool(slow)
 
 
 def _quick(state: State, role: str) -> list[WorkerRecord]:

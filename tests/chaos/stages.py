@@ -64,14 +64,18 @@ class StageGroups:
                 continue
             ends = [(one.first_layer, one.first_layer + one.layers) for one in order.stages]
             assert [0, *(end for _, end in ends)] == [*(first for first, _ in ends), LAYERS], (
-                "layers",
+                "I94 layers",
                 order,
             )
             told = [one.stage for one in parts if one.order_id == order.order_id]
-            assert [*told, order.stages[-1]] == order.stages, ("parts that nobody was told of", order, parts)
+            assert [*told, order.stages[-1]] == order.stages, (
+                "I94 parts that nobody was told of",
+                order,
+                parts,
+            )
             for one in order.stages:
                 held = list(state.workers[one.worker_id].orders)
-                assert held[0] == order.order_id, ("a stage of one that is busy", order, one, held)
+                assert held[0] == order.order_id, ("I94 a stage of one that is busy", order, one, held)
             self.world.net.counts["prompts given to two"] += 1
 
 
@@ -153,7 +157,7 @@ class StageCaller:
             self.problem = self.problem or "nothing came"
 
     def _take(self, number: int, marks: list[bytes]) -> None:
-        assert number == self.rows, ("another chunk's residual", self.action.order_id, number, self.rows)
+        assert number == self.rows, ("I95 another chunk's residual", self.action.order_id, number, self.rows)
         chunk = self.action.chunks[number]
         first = chunk.start // BLOCK_TOKENS
         for block, mark in enumerate(marks, first):
@@ -231,7 +235,7 @@ class StageRun:
             first, end = chunk.start // BLOCK_TOKENS, -(-chunk.stop // BLOCK_TOKENS)
             known = [self.cache.get(block) for block in range(first)]
             wanted = [self.text.mark(block) for block in range(first)]
-            assert known == wanted, ("attends to other bytes", self.order_id, number, known, wanted)
+            assert known == wanted, ("I96 attends to other bytes", self.order_id, number, known, wanted)
             self.cache |= {block: self.text.mark(block) for block in range(first, end)}
             channel.send(channel.to_near, (number, [self.cache[block] for block in range(first, end)]))
             self._waits_ns = self.worker.net.now_ns

@@ -154,7 +154,7 @@ class StoreAgent(Process):
         for number in hold.slots:
             slot = self.pool.slots[number]
             reserved_twice = slot.state is SlotState.RESERVED and slot.holders > 1
-            assert not reserved_twice, ("a block leased twice", self.process_id, number)
+            assert not reserved_twice, ("I98 a block leased twice", self.process_id, number)
 
     def commit(self, owner: Owner, first: int, blocks: int) -> None:
         """Others may read these blocks from now on."""
@@ -163,7 +163,7 @@ class StoreAgent(Process):
         for index, slot in slots.items():
             wanted = [hold.keys[index]] * LAYERS
             have = self.memory[slot]
-            assert have == wanted, ("committed without its bytes", owner, index, have, wanted)
+            assert have == wanted, ("I99 committed without its bytes", owner, index, have, wanted)
         self.guard.commit(owner, dict.fromkeys(slots, 1))
 
     def open_push(self, owner: Owner, request_id: str, target: StoreAgent, decode: Worker) -> None:
@@ -411,7 +411,7 @@ class Fetching:
             block = self.first + place
             if block not in self.hold.present:
                 mark = source.memory[leased.slots[place]][layer]
-                assert mark == self.hold.keys[block], ("fetched other bytes", self.owner, block, mark)
+                assert mark == self.hold.keys[block], ("I99 fetched other bytes", self.owner, block, mark)
                 self.agent.memory[self.hold.slots[block]][layer] = mark
         worker, order_id = self.agent.worker, self.owner.order_id
         net.send(worker, lambda: worker.hear_loaded(order_id, layer), repeats=True)

@@ -50,12 +50,12 @@ def a_stage_that_is_gone_is_waited_for(self: Job, event: Any, out: Any) -> None:
 
 whole_free, whole_cancel = stages.free_stage, StageJob.cancel
 PLANTED = [
-    (stages, "free_stage", a_parts_time_stays_booked, "reserved load|WorkerRecord"),
-    (stages, "free_stage", a_part_is_free_before_its_time, "a stage nowhere|stages after"),
-    (orders, "give_stages", a_part_is_never_given, "parts that nobody was told of"),
-    (StageJob, "cancel", a_cancelled_part_is_answered, "cancelled and answered|answered twice"),
-    (StageJob, "step", a_part_that_is_over_keeps_its_turn, "orders at [pd]"),
-    (Job, "_stage_lost", a_stage_that_is_gone_is_waited_for, "orders at [pd]"),
+    (stages, "free_stage", a_parts_time_stays_booked, "I18 "),
+    (stages, "free_stage", a_part_is_free_before_its_time, "I5 |I6 "),
+    (orders, "give_stages", a_part_is_never_given, "I94 parts"),
+    (StageJob, "cancel", a_cancelled_part_is_answered, "I89 "),
+    (StageJob, "step", a_part_that_is_over_keeps_its_turn, "I87 orders at [pd]"),
+    (Job, "_stage_lost", a_stage_that_is_gone_is_waited_for, "I87 orders at [pd]"),
 ]
 
 

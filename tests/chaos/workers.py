@@ -207,12 +207,12 @@ class Worker(Process):
     def report(self, event: Any) -> None:
         """To the log; an answer at most once in a life, and none of what was cancelled."""
         if isinstance(event, KvMoved | KvMoveRefused):
-            assert event.plan_id not in self.answered, ("a move answered twice", self.process_id, event)
+            assert event.plan_id not in self.answered, ("I89 a move answered twice", self.process_id, event)
             self.answered[event.plan_id] = True
         elif not isinstance(event, DecodeStarted):
             order_id = event.order_id
-            assert order_id not in self.answered, ("answered twice", self.process_id, event)
-            assert order_id not in self.cancelled, ("cancelled and answered", self.process_id, event)
+            assert order_id not in self.answered, ("I89 answered twice", self.process_id, event)
+            assert order_id not in self.cancelled, ("I89 cancelled and answered", self.process_id, event)
             self.answered[order_id] = True
         self.say(event)
 

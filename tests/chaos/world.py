@@ -336,7 +336,7 @@ class World:
 
     def decided(self, conductor: Conductor, stamped: Stamped, decisions: list[Decision]) -> None:
         known = self.decisions.setdefault(stamped.seq, decisions)
-        assert known == decisions, ("decided differently", conductor.name, stamped, known, decisions)
+        assert known == decisions, ("I83 decided differently", conductor.name, stamped, known, decisions)
         if known is not decisions:
             return
         if self.lending or self.attention:
@@ -349,7 +349,7 @@ class World:
     def digested(self, conductor: Conductor) -> None:
         seq, snapshot = conductor.core.seq, conductor.core.snapshot()
         digest = digest_of(snapshot)
-        assert self.digests.setdefault(seq, digest) == digest, ("another state", conductor.name, seq)
+        assert self.digests.setdefault(seq, digest) == digest, ("I84 another state", conductor.name, seq)
         event = StateDigested(
             conductor_id=conductor.name, incarnation="i", code_version="t", at_seq=seq, digest=digest
         )
@@ -359,7 +359,7 @@ class World:
 
     def ended(self, request_id: str, how: str) -> None:
         """A client was told the end of its request."""
-        assert request_id not in self.ends, ("a second end", request_id, self.ends[request_id], how)
+        assert request_id not in self.ends, ("I86 a second end", request_id, self.ends[request_id], how)
         self.ends[request_id] = how
         self.net.counts[f"end: {how}"] += 1
 
@@ -442,7 +442,7 @@ class World:
             self.net.advance(self.net.now_ns + 37 * MS)
             if self.at_rest() == "":
                 break
-        assert self.at_rest() == "", self.at_rest()
+        assert self.at_rest() == "", f"I87 {self.at_rest()}"
         self.alike()
 
     def pass_time(self, seconds: int) -> None:
@@ -479,14 +479,14 @@ class World:
                 conductor.paused_until_ns = 0
                 conductor.read()
         digests = {conductor.core.digest() for conductor in self.conductors}
-        assert len(digests) == 1, ("another state at the end", digests)
+        assert len(digests) == 1, ("I84 another state at the end", digests)
         decided = published(self.decisions, range(1, self.log[-1].seq + 1))
         self.pass_time(1)
         unheard = [identity for identity in decided if identity not in self.net.stored_ns]
-        assert not unheard, ("decided, and never published", unheard)
-        assert len(self.ends) == self.accepted, (len(self.ends), self.accepted)
+        assert not unheard, ("I85 decided, and never published", unheard)
+        assert len(self.ends) == self.accepted, ("I86 requests without an end", len(self.ends), self.accepted)
         for worker in self.conductors[0].core.state.workers.values():
-            assert nothing_reserved(worker), worker
+            assert nothing_reserved(worker), ("I88 still reserved", worker)
         for process in self.net.processes.values():
             if isinstance(process, StoreAgent):
                 process.pool.check()

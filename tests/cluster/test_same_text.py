@@ -1,4 +1,7 @@
-"""The cluster says what an independent implementation says, and the same bits however the KVCache got there."""
+"""The cluster says what an independent implementation says, and the same bits however the KVCache got there.
+
+Invariant I110 of `docs/invariants.md`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Logs that real clusters left: every later commit decides as the conductors did that were there.
 
 When the core is meant to decide otherwise: `make golden`.
+
+Invariant I105 of `docs/invariants.md`.
 """
 
 from __future__ import annotations

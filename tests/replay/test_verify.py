@@ -1,4 +1,7 @@
-"""Replay against record: equal logs are identical, and every way to differ is found at its place."""
+"""Replay against record: equal logs are identical, and every way to differ is found at its place.
+
+Invariant I104 of `docs/invariants.md`.
+"""
 
 from __future__ import annotations
 

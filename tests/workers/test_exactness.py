@@ -1,4 +1,7 @@
-"""Exact mode gives the same bits however a request is served; a planted difference is seen."""
+"""Exact mode gives the same bits however a request is served; a planted difference is seen.
+
+Invariant I106 of `docs/invariants.md`.
+"""
 
 from __future__ import annotations
 

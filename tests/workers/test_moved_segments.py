@@ -1,4 +1,7 @@
-"""Segments that move in mid-answer, with the real model, machine and channels: the same bits as if they had stayed."""
+"""Segments that move in mid-answer, with the real model, machine and channels: the same bits as if they had stayed.
+
+Invariant I108 of `docs/invariants.md`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A prompt longer than the engine's cache has the bits of one that fits: its past is attended to in the pool."""
+"""A prompt longer than the engine's cache has the bits of one that fits: its past is attended to in the pool.
+
+Invariant I107 of `docs/invariants.md`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The KVCache elsewhere at 1 to 4 places, by request, by heads and by sequence: the same bits, and bytes as counted."""
+"""The KVCache elsewhere at 1 to 4 places, by request, by heads and by sequence: the same bits, and bytes as counted.
+
+Invariant I108 of `docs/invariants.md`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Several workers compute one prompt, each some layers, over real channels: one worker's bits, also where one ends."""
+"""Several workers compute one prompt, each some layers, over real channels: one worker's bits, also where one ends.
+
+Invariant I109 of `docs/invariants.md`.
+"""
 
 from __future__ import annotations
 

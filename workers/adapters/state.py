@@ -347,10 +347,13 @@ class AdapterState:
 
     def validate(self) -> None:
         """Raises AssertionError, with values, when an invariant does not hold."""
-        assert not (self.stopped and self.requests), ("open orders of a stopped worker", list(self.requests))
+        assert not (self.stopped and self.requests), (
+            "I75 open orders of a stopped worker",
+            list(self.requests),
+        )
         for order_id, request in self.requests.items():
             sequence = request.sequence
-            assert not sequence.finish_reason, ("ended and still open", order_id)
+            assert not sequence.finish_reason, ("I82 ended and still open", order_id)
             new = len(sequence.output) - len(sequence.replay)
-            assert (sequence.result is None) == (new <= 0), ("first token and result", order_id, new)
-            assert order_id not in self.finished, ("open and finished", order_id)
+            assert (sequence.result is None) == (new <= 0), ("I82 first token and result", order_id, new)
+            assert order_id not in self.finished, ("I82 open and finished", order_id)

@@ -79,7 +79,7 @@ class AttentionState:
         """Raises AssertionError, with values, when an invariant does not hold."""
         self.blocks.check()
         held = [block for hold in self.holds.open.values() for block in hold.blocks]
-        assert len(set(held)) == len(held) == self.kv_blocks_used, ("blocks of nobody, or of two", held)
-        assert self.blocks.are_used(held), ("a free block in a hold", held)
+        assert len(set(held)) == len(held) == self.kv_blocks_used, ("I76 blocks of nobody, or of two", held)
+        assert self.blocks.are_used(held), ("I76 a free block in a hold", held)
         for number, hold in self.holds.open.items():
-            assert hold.loading or not hold.over, ("over and here", number)
+            assert hold.loading or not hold.over, ("I76 over and here", number)

@@ -382,18 +382,33 @@ class MixedState:
         """Raises AssertionError, with values, when an invariant does not hold."""
         held = [block for request in self.requests.values() for block in request.sequence.table]
         if self.layout.layers:
-            assert len(held) == len(set(held)) == self.room.blocks_used, (held, self.room.blocks_used)
-        assert self.in_step is not None or not self.ending, "ends after no iteration"
+            assert len(held) == len(set(held)) == self.room.blocks_used, (
+                "I77 blocks of nobody, or of two",
+                held,
+                self.room.blocks_used,
+            )
+        assert self.in_step is not None or not self.ending, "I78 ends after no iteration"
         running = set(self.former.running)
         for order_id in (*self.former.running, *self.former.waiting):
-            assert self.requests[order_id].formed, ("in hand and not formed", order_id)
+            assert self.requests[order_id].formed, ("I79 in hand and not formed", order_id)
         for order_id, request in self.requests.items():
             stage, sequence = request.job.stage, request.sequence
-            assert not (request.formed and order_id not in running and order_id not in self.former.waiting)
-            assert bool(sequence.table) == (order_id in running), ("blocks and not in hand", order_id)
-            assert (stage is PrefillStage.ENDED) == request.answered, (order_id, stage, request.answered)
-            assert request.drawn <= len(sequence.output), (order_id, request.drawn)
-            assert not sequence.finish_reason, ("ended and still open", order_id)
+            assert not (request.formed and order_id not in running and order_id not in self.former.waiting), (
+                "I79 formed and not in hand",
+                order_id,
+            )
+            assert bool(sequence.table) == (order_id in running), ("I77 blocks and not in hand", order_id)
+            assert (stage is PrefillStage.ENDED) == request.answered, (
+                "I80 ended and answered differ",
+                order_id,
+                stage,
+                request.answered,
+            )
+            assert request.drawn <= len(sequence.output), ("I80 drawn", order_id, request.drawn)
+            assert not sequence.finish_reason, ("I80 ended and still open", order_id)
         idle = self.asleep and self.in_step is None and not self.stopped
-        assert not (idle and running), ("sequences run and nothing computes", running)
-        assert not (self.stopped and self.requests), ("open orders of a stopped worker", list(self.requests))
+        assert not (idle and running), ("I81 sequences run and nothing computes", running)
+        assert not (self.stopped and self.requests), (
+            "I75 open orders of a stopped worker",
+            list(self.requests),
+        )

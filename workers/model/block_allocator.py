@@ -84,14 +84,14 @@ class BlockAllocator:
     def check(self) -> None:
         """Asserts that runs, marks and count tell the same: for tests."""
         spans = [(start, self._length[start]) for start in self._starts]
-        assert len(self._length) == len(self._starts)
-        assert all(a + n < b for (a, n), (b, _) in pairwise(spans)), spans
+        assert len(self._length) == len(self._starts), ("I54 runs", self._length, self._starts)
+        assert all(a + n < b for (a, n), (b, _) in pairwise(spans)), ("I54 runs that touch", spans)
         used, free = bytearray(b"\1") * self.num_blocks, 0
         for start, length in spans:
             used[start : start + length] = bytes(length)
             free += length
-        assert used == self._used, (spans, self._used)
-        assert free == self._free, (free, self._free)
+        assert used == self._used, ("I54 marks", spans, self._used)
+        assert free == self._free, ("I54 count", free, self._free)
 
     def _take(self, first: int, count: int) -> list[int]:
         """Marks `[first, first + count)`, which lies inside one free run, as used."""

@@ -112,28 +112,33 @@ class PrefillState:
         # It runs after every event of a simulated world: what a message needs is gathered only when one is needed.
         for order_id, job in self.jobs.items():
             stage, queued = job.stage, job in queue
-            assert job.order_id == order_id, (order_id, job.order_id)
-            assert queued == (stage in WAITING_STAGES), ("queue and stage differ", order_id, stage)
-            assert (job is turn) == (stage in TURN_STAGES), ("turn and stage differ", order_id, stage)
-            assert stage is not PrefillStage.ENDED, ("ended and still open", order_id)
-            assert not (job.cancelled and queued), ("cancelled and still in the queue", order_id, stage)
+            assert job.order_id == order_id, ("I69 another id", order_id, job.order_id)
+            assert queued == (stage in WAITING_STAGES), ("I69 queue and stage differ", order_id, stage)
+            assert (job is turn) == (stage in TURN_STAGES), ("I69 turn and stage differ", order_id, stage)
+            assert stage is not PrefillStage.ENDED, ("I69 ended and still open", order_id)
+            assert not (job.cancelled and queued), ("I70 cancelled and still in the queue", order_id, stage)
             if isinstance(job, StageJob):
                 continue
-            assert not job.paused or stage in PAUSED_STAGES, ("paused", order_id, stage)
-            assert not job.fetching or has_store, ("fetches without a store", order_id, stage)
+            assert not job.paused or stage in PAUSED_STAGES, ("I70 paused", order_id, stage)
+            assert not job.fetching or has_store, ("I70 fetches without a store", order_id, stage)
             waits = stage is PrefillStage.AWAITING_FETCH
-            assert not waits or job.fetching, ("waits for a fetch that is not under way", order_id)
-            assert 0 <= job.prefix_blocks <= job.usable_blocks, ("more cached than usable", order_id, stage)
-            assert job.fetched_layer < layers, ("a layer too many", order_id, stage, job.fetched_layer)
-        assert all(self.jobs.get(job.order_id) is job for job in self.queue), "an ended order in the queue"
-        assert self.turn is None or self.turn.order_id in self.jobs, "an ended order has the turn"
+            assert not waits or job.fetching, ("I70 waits for a fetch that is not under way", order_id)
+            assert 0 <= job.prefix_blocks <= job.usable_blocks, (
+                "I71 more cached than usable",
+                order_id,
+                stage,
+            )
+            assert job.fetched_layer < layers, ("I71 a layer too many", order_id, stage, job.fetched_layer)
+        assert all(self.jobs.get(job.order_id) is job for job in self.queue), (
+            "I69 an ended order in the queue"
+        )
+        assert self.turn is None or self.turn.order_id in self.jobs, "I69 an ended order has the turn"
         for place, job in enumerate(self.queue):
             begun = job.stage is not PrefillStage.QUEUED
-            assert begun == (place < self.prepared_max), ("prepared out of turn", job.order_id, place)
+            assert begun == (place < self.prepared_max), ("I72 prepared out of turn", job.order_id, place)
         idle = self.turn is None and self.queue and self.queue[0].stage is PrefillStage.PREPARED
-        assert not idle, ("prepared, and nothing computes", self.queue[0].order_id)
-        assert self.kv_blocks_used <= self.kv_blocks, (self.kv_blocks_used, self.kv_blocks)
-        assert not (self.stopped and self.jobs), ("open orders of a stopped worker", list(self.jobs))
+        assert not idle, ("I73 prepared, and nothing computes", self.queue[0].order_id)
+        assert not (self.stopped and self.jobs), ("I75 open orders of a stopped worker", list(self.jobs))
 
     @property
     def kv_blocks_used(self) -> int:
