@@ -80,6 +80,7 @@ MARKED_WITHIN = {
     "store/test_guard.py",
     "store/test_kv_event_tokens.py",
     "store/test_pool.py",
+    "store/test_pool_invariants.py",
     "store/test_rdma_refusals.py",
     "store/test_rdma_selection.py",
     "store/test_segment_names.py",

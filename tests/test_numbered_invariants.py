@@ -151,6 +151,23 @@ def test_the_faults_that_a_row_names_exist(page: list[Row]) -> None:
     assert sum(len(row.faults) for row in page) > 80
 
 
+@pytest.mark.parametrize(
+    "file",
+    [
+        "tests/conductor/test_invariants.py",
+        "tests/store/test_pool_invariants.py",
+        "tests/store/test_ssd_invariants.py",
+        "tests/workers/test_machine_invariants.py",
+    ],
+)
+def test_the_changes_of_a_table_stand_in_the_rows_of_their_numbers(page: list[Row], file: str) -> None:
+    planted = set(re.findall(r'\("(I[0-9]+)", (?:\w+, )?(\w+)\),', (ROOT / file).read_text()))
+    named = {
+        (row.number, one.split("::")[1]) for row in page for one in row.faults if one.startswith(f"{file}::")
+    }
+    assert planted == named
+
+
 def test_what_is_missing_is_found() -> None:
     (row,) = rows("Faults: `tests/sources.py`.\n| I1 | All is well. | `check` | `no_fault` |")
     assert row == Row("I1", "All is well.", ["check"], ["tests/sources.py::no_fault"])
