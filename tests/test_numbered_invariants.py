@@ -148,7 +148,7 @@ def gone(page: list[Row]) -> list[str]:
 
 def test_the_faults_that_a_row_names_exist(page: list[Row]) -> None:
     assert gone(page) == []
-    assert sum(len(row.faults) for row in page) > 80
+    assert [row.number for row in page if not row.faults] == ["I110"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention_harness import BLOCK, EACH, LAYERS, PROMPTS, SEGMENT, WAIT_S, Place
@@ -212,6 +213,18 @@ def test_the_same_bits_at_so_many_places_while_members_come_and_go(
     for numbers in ([0, 1], MEMBERS, MEMBERS, [4, 2, 0]):
         spread.step(numbers)
     assert [len(member.output) - 1 for member in spread.members] == [4, 3, 3, 2, 3]
+
+
+def test_a_planted_difference_in_a_part_is_seen(made: Made) -> None:
+    spread = made("sequence", 3)
+    spread.step([0])
+    place = spread.places[0]
+    block, held = place.server.holds[1].blocks[0], np.zeros(place.cache.layer_block_bytes, np.uint8)
+    place.cache.read_block(0, block, held)
+    held[3] ^= 0x40
+    place.cache.write_block(0, block, held)
+    with pytest.raises(AssertionError):
+        spread.step([0])
 
 
 def test_bytes_by_sequence_are_those_of_the_formula(made: Made) -> None:

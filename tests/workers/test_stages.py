@@ -188,6 +188,18 @@ def test_stages_give_one_workers_bits(
         assert loaded == (list(range(LAYERS)) if cached else [])
 
 
+def test_a_planted_difference_in_a_cached_block_is_seen(model: LoadedModel) -> None:
+    digest, held = alone(model)
+    with Group(model, (2, 1)) as group:
+        group.pool.bytes[:2] = held[:2]
+        group.pool.bytes[0, 0, 0] ^= 0x40
+        running = group.begin_parts()
+        logits = group.prompt(2).run(list(range(BLOCKS)))
+        for part in running:
+            part.result(timeout=BOUND_S)
+        assert group.engines[-1].logits_digest(logits) != digest  # type: ignore[arg-type]
+
+
 def test_a_stage_computes_a_chunk_while_the_next_one_computes_that_before(model: LoadedModel) -> None:
     """By the order of events alone: the first stage is done with all before the last one ends."""
     with Group(model, (2, 1)) as group:
