@@ -1,4 +1,4 @@
-"""What a world watches beside the invariants of core, pools and machines: faults are found by it where these are blind."""
+"""What a world watches beside the invariants of core, pools and machines: where these are blind, it finds a fault."""
 
 from __future__ import annotations
 
