@@ -61,6 +61,13 @@ def swapped() -> Any:
     return script.state
 
 
+def ready() -> Any:
+    """A sequence could join the batch."""
+    script = DecodeScript()
+    test_decode_state.loaded(script, 1)
+    return script.state
+
+
 def moving() -> Any:
     """Segments of a sequence are on their way to a lender."""
     script = test_decode_moves.running()
@@ -146,6 +153,30 @@ def finished_and_alive(state: Any) -> None:
     next(iter(state.orders.finished.values())).stage = Stage.RUNNING
 
 
+def a_run_of_no_place(state: Any) -> None:
+    state.orders.blocks._length[99] = 1
+
+
+def sleeps_over_one_that_is_ready(state: Any) -> None:
+    state.orders.asleep = True
+
+
+def an_output_without_its_tokens(state: Any) -> None:
+    first(state).output.append(1)
+
+
+def finished_with_its_lease(state: Any) -> None:
+    next(iter(state.orders.finished.values())).released = False
+
+
+def finished_without_a_reason(state: Any) -> None:
+    next(iter(state.orders.finished.values())).finish_reason = ""
+
+
+def early_and_open(state: Any) -> None:
+    state.orders.early[first(state).order_id] = []
+
+
 # --- prefill workers ----------------------------------------------------------------------------------------
 
 
@@ -182,6 +213,14 @@ def stopped_with_orders(state: Any) -> None:
     state.stopped = True
 
 
+def computes_and_pauses(state: Any) -> None:
+    state.jobs["1-1"].paused = True
+
+
+def more_cached_than_usable(state: Any) -> None:
+    state.jobs["2-1"].cached_blocks = 1_000
+
+
 # --- attention workers --------------------------------------------------------------------------------------
 
 
@@ -199,6 +238,12 @@ def over_and_here(state: Any) -> None:
 
 def a_block_of_nobody(state: Any) -> None:
     next(iter(state.holds.open.values())).blocks.pop()
+
+
+def a_free_block_in_a_hold(state: Any) -> None:
+    blocks = next(iter(state.holds.open.values())).blocks
+    (free,) = set(range(6)) - set(blocks)
+    blocks[0] = free
 
 
 # --- mixed workers ------------------------------------------------------------------------------------------
@@ -240,6 +285,18 @@ def asleep_over_work(state: Any) -> None:
     state.in_step, state.asleep = None, True
 
 
+def formed_and_not_in_hand(state: Any) -> None:
+    state.former._running.clear()
+
+
+def answered_before_its_end(state: Any) -> None:
+    only(state).answered = not only(state).answered
+
+
+def ended_and_still_there(state: Any) -> None:
+    only(state).sequence.finish_reason = "stop"
+
+
 # --- adapters -----------------------------------------------------------------------------------------------
 
 
@@ -255,13 +312,23 @@ def ended_at_the_engine(state: Any) -> None:
     only(state).sequence.finish_reason = "stop"
 
 
+def tokens_without_a_result(state: Any) -> None:
+    only(state).sequence.output.append(1)
+
+
+def open_and_finished(state: Any) -> None:
+    state.finished["o1"] = only(state).sequence
+
+
 PLANTED: list[tuple[str, Callable[[], Any], Callable[[Any], None]]] = [
     ("I54", stepping, a_free_block_too_many),
     ("I54", stepping, a_mark_too_few),
+    ("I54", stepping, a_run_of_no_place),
     ("I55", stepping, runs_and_waits),
     ("I56", stepping, a_smaller_batch),
     ("I57", stepping, sleeps_in_a_step),
     ("I58", between, sleeps_in_a_step),
+    ("I58", ready, sleeps_over_one_that_is_ready),
     ("I59", copying, blocks_gone_while_they_are_copied),
     ("I60", stepping, a_free_block_in_a_table),
     ("I61", moving, more_moved_than_there_is),
@@ -269,13 +336,19 @@ PLANTED: list[tuple[str, Callable[[], Any], Callable[[Any], None]]] = [
     ("I63", stepping, copied_and_never_started),
     ("I63", stepping, copies_of_nobody),
     ("I64", stepping, ended_and_open),
+    ("I64", stepping, an_output_without_its_tokens),
     ("I65", stepping, a_lease_after_its_time),
+    ("I65", finished, finished_with_its_lease),
     ("I66", stepping, tokens_without_blocks),
     ("I67", swapped, swapped_out_with_blocks),
     ("I68", finished, finished_and_alive),
+    ("I68", finished, finished_without_a_reason),
+    ("I68", stepping, early_and_open),
     ("I69", computing, turn_of_nobody),
     ("I70", computing, cancelled_and_queued),
+    ("I70", computing, computes_and_pauses),
     ("I71", computing, a_layer_too_many),
+    ("I71", computing, more_cached_than_usable),
     ("I72", computing, prepared_too_early),
     ("I73", computing, prepared_and_left),
     ("I75", computing, stopped_with_orders),
@@ -283,12 +356,18 @@ PLANTED: list[tuple[str, Callable[[], Any], Callable[[Any], None]]] = [
     ("I75", asking, stopped_with_orders),
     ("I76", holding, over_and_here),
     ("I76", holding, a_block_of_nobody),
+    ("I76", holding, a_free_block_in_a_hold),
     ("I77", iterating, blocks_of_nobody),
     ("I78", iterating, ends_after_nothing),
     ("I79", iterating, unknown_to_the_former),
+    ("I79", iterating, formed_and_not_in_hand),
     ("I80", iterating, drawn_and_nowhere),
+    ("I80", iterating, answered_before_its_end),
+    ("I80", iterating, ended_and_still_there),
     ("I81", iterating, asleep_over_work),
     ("I82", asking, ended_at_the_engine),
+    ("I82", asking, tokens_without_a_result),
+    ("I82", asking, open_and_finished),
 ]
 
 
