@@ -188,8 +188,8 @@ def test_stages_give_one_workers_bits(
         assert loaded == (list(range(LAYERS)) if cached else [])
 
 
-def test_a_planted_difference_in_a_cached_block_is_seen(model: LoadedModel) -> None:
-    digest, held = alone(model)
+def test_a_planted_difference_in_a_cached_block_is_seen(model: LoadedModel, alone: tuple[str, Any]) -> None:
+    digest, held = alone
     with Group(model, (2, 1)) as group:
         group.pool.bytes[:2] = held[:2]
         group.pool.bytes[0, 0, 0] ^= 0x40
