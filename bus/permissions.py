@@ -35,38 +35,18 @@ _PLACES = [f"{_JS}.STREAM.INFO.{stream}" for stream in subjects.STREAMS]
 _DECODE = ("DecodeStarted", "DecodeRefused", "DecodeFailed", "RequestFinished", "KvMoved", "KvMoveRefused")
 _MISSED = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in (_DECISIONS, _KV)]
 _WORKER = ("WorkerJoined", "WorkerHeartbeat", "WorkerDraining", "WorkerLeft")
+_MIXED = ("PrefillFinished", "PrefillFailed", "DecodeStarted", "RequestFinished")
+_STORE = ("StoreJoined", "StoreHeartbeat", "StoreLeft", "StoreInventory", "BlocksStored", "BlocksEvicted")
 _SAID: dict[str, tuple[str, ...]] = {
     "conductor": ("ClusterConfigured", "TimerFired", "StateDigested"),
     "frontend": ("FrontendJoined", "FrontendHeartbeat", "FrontendLeft", "RequestArrived", "RequestCancelled"),
-    "store": (
-        "StoreJoined",
-        "StoreHeartbeat",
-        "StoreLeft",
-        "StoreInventory",
-        "BlocksStored",
-        "BlocksEvicted",
-        "TierLost",
-        "StoreSuspected",
-    ),
+    "store": (*_STORE, "TierLost", "StoreSuspected"),
     "prefill": (*_WORKER, "PrefillFinished", "PrefillFailed", "StageFinished"),
     "decode": (*_WORKER, *_DECODE),
     "attention": _WORKER,
-    "mixed": (*_WORKER, "PrefillFinished", "PrefillFailed", "DecodeStarted", "RequestFinished"),
+    "mixed": (*_WORKER, *_MIXED),
     #: Both that it is: a mixed worker, which may also fail an answer that is begun, and the store of its node.
-    "adapt": (
-        *_WORKER,
-        "PrefillFinished",
-        "PrefillFailed",
-        "DecodeStarted",
-        "DecodeFailed",
-        "RequestFinished",
-        "StoreJoined",
-        "StoreHeartbeat",
-        "StoreLeft",
-        "StoreInventory",
-        "BlocksStored",
-        "BlocksEvicted",
-    ),
+    "adapt": (*_WORKER, *_MIXED, "DecodeFailed", *_STORE),
     "operator": ("PolicyChanged", "RoleWanted"),
     "supervisor": ("ClusterConfigured", "WorkerLeft", "StoreLeft", "FrontendLeft"),
 }

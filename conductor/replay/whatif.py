@@ -187,7 +187,7 @@ def _cluster(workers: Sequence[WorkerJoined], stores: dict[str, StoreJoined]) ->
     def slots(pool: Sequence[WorkerJoined]) -> int:
         return max((stores[one.node_id].slots for one in pool if one.node_id in stores), default=0)
 
-    prefills, decodes = with_duty(workers, "prompts"), with_duty(workers, "batch")
+    prefills, decodes = _with_duty(workers, "prompts"), _with_duty(workers, "batch")
     return ClusterShape(
         prefill=len(prefills),
         decode=len(decodes),
@@ -198,7 +198,7 @@ def _cluster(workers: Sequence[WorkerJoined], stores: dict[str, StoreJoined]) ->
     )
 
 
-def with_duty(workers: Sequence[WorkerJoined], duty: Duty) -> list[WorkerJoined]:
+def _with_duty(workers: Sequence[WorkerJoined], duty: Duty) -> list[WorkerJoined]:
     return [worker for worker in workers if duty in ROLES[worker.role].duties]
 
 
@@ -211,8 +211,8 @@ def _profile(
 ) -> Profile:
     """The mean of what was learned of each role's workers; links as the median of those measured."""
     layout = workers[0].layout
-    prefills = [costs[worker.worker_id] for worker in with_duty(workers, "prompts")]
-    decodes = [costs[worker.worker_id] for worker in with_duty(workers, "batch")]
+    prefills = [costs[worker.worker_id] for worker in _with_duty(workers, "prompts")]
+    decodes = [costs[worker.worker_id] for worker in _with_duty(workers, "batch")]
     if not prefills or not decodes:
         raise NothingToSimulate("one of the pools was empty throughout")
     mean = {

@@ -61,7 +61,7 @@ class Announcer:
         self._heartbeat_ns = heartbeat_ns
         self._pending: list[Change] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._guard: Inventory | None = None
+        self._inventory: Inventory | None = None
         self._tier: Tier | None = None
         self._joined: Callable[[], StoreJoined] | None = None
         self._beating: asyncio.Task[None] | None = None
@@ -70,9 +70,11 @@ class Announcer:
         #: Told of the same changes.
         self.listeners: list[Callable[[list[Change]], None]] = []
 
-    def start(self, guard: Inventory, joined: Callable[[], StoreJoined], tier: Tier | None = None) -> None:
-        """Joins. `joined` makes the first message of every announcement; `guard` and `tier` have the inventory."""
-        self._guard, self._joined, self._tier = guard, joined, tier
+    def start(
+        self, inventory: Inventory, joined: Callable[[], StoreJoined], tier: Tier | None = None
+    ) -> None:
+        """Joins. `joined` makes the first message of every announcement; `inventory` and `tier` have the blocks."""
+        self._inventory, self._joined, self._tier = inventory, joined, tier
         self.announce()
         self._beating = asyncio.create_task(self._beat())
 
@@ -119,12 +121,12 @@ class Announcer:
 
     def announce(self) -> None:
         """Joins again with the whole inventory; nothing older counts then."""
-        if self._guard is None or self._joined is None:
+        if self._inventory is None or self._joined is None:
             return
         self.flush()
         if not self._append(self._joined()):
             return
-        tiers: list[tuple[TierName, list[bytes]]] = [("dram", self._guard.keys())]
+        tiers: list[tuple[TierName, list[bytes]]] = [("dram", self._inventory.keys())]
         if self._tier is not None:
             tiers.append((self._tier.name, self._tier.keys()))
         parts = [
@@ -176,8 +178,8 @@ class Announcer:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_ns / 1e9)
-            assert self._guard is not None
-            counts = self._guard.counts()
+            assert self._inventory is not None
+            counts = self._inventory.counts()
             heartbeat = StoreHeartbeat(
                 node_id=self._node_id,
                 incarnation=self._incarnation,
