@@ -20,6 +20,8 @@ PolicyName = Literal[
     "round_robin",
     "random",
     "dynamo",
+    "lmetric",
+    "sticky",
 ]
 #: Where there are mixed workers and pairs of others: whichever is predicted to be better, mixed workers while they take
 #: it, or never a mixed one.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from halfmoon.conductor.core.admission import AdmissionLimits, Placement, Refusal, waits_ns
+from halfmoon.conductor.core.admission import AdmissionLimits, Placement, Refusal, decide, waits_ns
 from halfmoon.conductor.core.choice import both_ways
 from halfmoon.conductor.core.corrections import correction_of
 from halfmoon.conductor.core.objectives import limit_ns, slo_ns
@@ -18,6 +18,7 @@ from halfmoon.conductor.core.placement.cache_places import free_blocks
 from halfmoon.conductor.core.placement.candidates import candidates, decode_candidates, fits
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate, mixed_candidates
+from halfmoon.conductor.core.placement.policies import POLICIES, Least
 from halfmoon.conductor.core.placement.prefix_match import match_prefix
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
@@ -64,6 +65,8 @@ class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
     slow: dict[str, tuple[int, int]] = {}
     #: Of workers whose predictions are corrected: role, thousandths of what was fitted, and busy neighbours (prefill).
     corrections: dict[str, tuple[WorkerRole, int, int]] = {}
+    #: Policies that would have placed it on other workers, then and there: the pair of each.
+    rivals: dict[PolicyName, tuple[str, str]] = {}
     #: None: no worker could take it; it waits.
     verdict: Placement | Refusal | None
 
@@ -78,6 +81,7 @@ def explain(
     avoid: Sequence[str] = (),
     lost_reason: str = "",
     other_way: Placement | Refusal | None = None,
+    rivals: dict[PolicyName, tuple[str, str]] | None = None,
 ) -> Explanation:
     """The grounds of `verdict`, in the state in which it was found."""
     matched = match_prefix(state, request, at_ns)
@@ -108,6 +112,7 @@ def explain(
         decode=decodes,
         mixed=mixed,
         other_way=other_way,
+        rivals=rivals or {},
         left_out={
             worker.worker_id: _why_not(state, worker, request)
             for worker in state.workers.values()
@@ -138,9 +143,9 @@ def explain_arrival(
     """The grounds of `verdict` on a request that was never placed: it may wait instead of being refused."""
     if isinstance(verdict, Refusal) and waits_ns(state, request, verdict):
         return explain(state, request, at_ns, None, seq=seq, lost_reason=verdict.message)
-    return explain(
-        state, request, at_ns, verdict, seq=seq, other_way=_other_way(state, request, at_ns, verdict, draw)
-    )
+    other_way = _other_way(state, request, at_ns, verdict, draw)
+    rivals = _rivals(state, request, at_ns, verdict, draw)
+    return explain(state, request, at_ns, verdict, seq=seq, other_way=other_way, rivals=rivals)
 
 
 def _other_way(
@@ -152,6 +157,27 @@ def _other_way(
     pair, mixed = both_ways(state, request, at_ns, draw)
     pairs = state.loads.prefill.workers and state.loads.decode.workers
     return mixed if not verdict.mixed else pair if pairs else None
+
+
+def _rivals(
+    state: State, request: RequestArrived, at_ns: int, verdict: Placement | Refusal, draw: str
+) -> dict[PolicyName, tuple[str, str]]:
+    """The pairs of policies that compare candidates, where they are not that of `verdict`."""
+    if not isinstance(verdict, Placement) or verdict.mixed:
+        return {}
+    rivals: dict[PolicyName, tuple[str, str]] = {}
+    chosen = verdict.prefill.worker_id, verdict.decode.worker_id
+    for name, rules in POLICIES.items():
+        if name == state.policy.name or not isinstance(rules.prefill, Least):
+            continue
+        # Everything but the policy is the same object: nothing is changed on the way to a decision.
+        other = msgspec.structs.replace(state, policy=msgspec.structs.replace(state.policy, name=name))
+        placed = decide(other, request, at_ns, draw)
+        if isinstance(placed, Placement):
+            pair = placed.prefill.worker_id, placed.decode.worker_id
+            if pair != chosen:
+                rivals[name] = pair
+    return rivals
 
 
 def _holds_only(state: State, worker: WorkerRecord) -> bool:

@@ -107,6 +107,13 @@ def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
     found += [reason] if (reason := way_reason(why)) else []
     if isinstance(why.verdict, Placement) and why.verdict.prefill.group_ns:
         found.append(group_line(why.verdict.prefill))
+    pairs: dict[tuple[str, str], list[str]] = {}
+    for name, pair in why.rivals.items():
+        pairs.setdefault(pair, []).append(name)
+    found += [
+        f"{prefill_id} and {decode_id}: taken under policy {', '.join(names)}"
+        for (prefill_id, decode_id), names in pairs.items()
+    ]
     if attempt is not None and attempt.finished is not None and is_mixed(why.verdict):
         done = attempt.finished
         found.append(

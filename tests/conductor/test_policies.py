@@ -103,6 +103,23 @@ def test_dynamo_takes_the_fewest_blocks_to_compute_and_in_hand() -> None:
     ]
 
 
+def test_lmetric_multiplies_what_is_to_compute_by_the_prompts_that_wait() -> None:
+    script = pool("lmetric")
+    script(stored("p1", keys(8)))
+    # 10 blocks, 2 of them to compute on p1: 2 x 1 against 10 x 1. Then 4 x 2 is still less than 10, and 6 x 3 is not.
+    assert [pair[0] for pair in placed(script, *requests(5))] == ["p1", "p1", "p0", "p2", "p1"]
+
+
+def test_sticky_follows_the_longest_prefix_and_else_the_shortest_queue() -> None:
+    script = pool("sticky")
+    script(stored("p2", keys(8)))
+    script(stored("p1", keys(1)))
+    assert {pair[0] for pair in placed(script, *requests(5))} == {"p2"}
+    # Nobody has the other prompt: the queues decide.
+    others = [arrived(f"other{n}", 1_000, block_keys=b"") for n in range(2)]
+    assert [pair[0] for pair in placed(script, *others)] == ["p0", "p1"]
+
+
 def test_halfmoon_replicates_a_hot_prefix_by_routing() -> None:
     script = pool("halfmoon")
     script(stored("p0", keys(9)))

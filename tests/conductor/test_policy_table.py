@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import msgspec
 import pytest
 from conductor_scripts import Script, arrived, decode, keys, prefill, stored
 
@@ -30,9 +31,10 @@ from halfmoon.conductor.core.placement.policies import (
 )
 from halfmoon.conductor.core.placement.prefix_match import match_prefix
 from halfmoon.conductor.core.step_output import explain_all
-from halfmoon.conductor.replay.explain import chosen
+from halfmoon.conductor.replay.explain import chosen, remarks
 from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons
 from halfmoon.schemas.decisions import StartPrefill
+from halfmoon.schemas.events import PolicyChanged
 from halfmoon.schemas.policy import PolicyName
 
 
@@ -130,3 +132,33 @@ def test_the_short_cut_is_taken_only_where_its_bounds_hold(
     match = match_prefix(state, request, script.now_ns)
     assert (earliest_first_token(state, request, match, script.now_ns) is not None) == prefills
     assert (shortest_step(state, request, match, 10) is not None) == decodes
+
+
+RIVALS = [name for name, rules in POLICIES.items() if isinstance(rules.prefill, Least)]
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_an_explanation_names_the_policies_that_would_have_chosen_otherwise(name: PolicyName) -> None:
+    """What a rival does is seen where it takes over just before the request."""
+    why = decided(_loaded(name), "r")[1]
+    pairs = {}
+    for rival in RIVALS:
+        order = decided(_loaded(rival), "r")[0]
+        pairs[rival] = order.worker_id, order.decode_worker_id
+    others = {rival: pair for rival, pair in pairs.items() if pair != chosen(why.verdict)}
+    assert others
+    assert why.rivals == others
+    told = [line.split(": taken under policy ") for line in remarks(why, None) if "taken under" in line]
+    assert {name: where for where, names in told for name in names.split(", ")} == {
+        rival: f"{prefill_id} and {decode_id}" for rival, (prefill_id, decode_id) in others.items()
+    }
+
+
+def _loaded(name: PolicyName) -> Script:
+    """Under `name` from now on: p2 has most of the prefix, and six prompts wait for it."""
+    script = cluster("sticky")
+    script(stored("p2", keys(8)))
+    for number in range(6):
+        script.orders(arrived(f"before{number}", 1_000, block_keys=keys(8)))
+    script(PolicyChanged(policy=msgspec.structs.replace(script.core.state.policy, name=name)))
+    return script

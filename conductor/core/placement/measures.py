@@ -99,6 +99,11 @@ ORDERS = CandidateMeasure[Candidate]("orders", lambda c: c.orders)
 PREFILL_BLOCKS = CandidateMeasure[Candidate](
     "blocks to compute and in hand", lambda c: c.pending_blocks + c.prompt_blocks + c.uncached_blocks
 )
+#: LMetric's product: blocks to compute, those that wait before it among them, times the batch with this prompt in it.
+BLOCKS_TIMES_BATCH = CandidateMeasure[Candidate](
+    "blocks to compute, times prompts", lambda c: (c.pending_blocks + c.uncached_blocks) * (c.orders + 1)
+)
+MISSING_HERE = CandidateMeasure[Candidate]("prefix blocks lacking", lambda c: -c.local_blocks)
 
 STEP = CandidateMeasure[DecodeCandidate]("time between tokens", lambda c: c.tbt_ns, "ns")
 #: A prefix that is on the node already need not be pushed.

@@ -5,7 +5,8 @@ explanation all read this table. Every choice is a total order that ends in an i
 order of iteration.
 
 Source: Mooncake (FAST'25), Algorithm 1 (`mooncake`, `halfmoon`), and its baselines; `dynamo` is the published cost of
-NVIDIA Dynamo's KV router.
+NVIDIA Dynamo's KV router; `lmetric` the product of Zhang et al., LMetric (arXiv 2603.15202); `sticky` is session
+affinity, a session being whoever repeats the longest prefix.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import Generic, Literal, assert_never
 import msgspec
 
 from halfmoon.conductor.core.placement.measures import (
+    BLOCKS_TIMES_BATCH,
     FIRST_TOKEN,
     FIRST_TOKEN_AND_COPIES,
     KV_BLOCKS,
+    MISSING_HERE,
     MISSING_PREFIX,
     ORDERS,
     PREFILL_BLOCKS,
@@ -91,6 +94,14 @@ POLICIES: dict[PolicyName, PolicyRules] = {
     "random": PolicyRules(prefill=Drawn(), decode=Drawn(), fetch="local_only"),
     "dynamo": PolicyRules(
         prefill=Least((PREFILL_BLOCKS,)), decode=Least((KV_BLOCKS, SEQUENCES)), fetch="local_only"
+    ),
+    "lmetric": PolicyRules(
+        prefill=Least((BLOCKS_TIMES_BATCH, ORDERS)), decode=Least((SEQUENCES, KV_BLOCKS)), fetch="local_only"
+    ),
+    "sticky": PolicyRules(
+        prefill=Least((MISSING_HERE, QUEUE, ORDERS)),
+        decode=Least((MISSING_PREFIX, STEP, SEQUENCES)),
+        fetch="local_only",
     ),
 }
 

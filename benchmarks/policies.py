@@ -1,0 +1,138 @@
+"""Policies compared in the simulator: kinds of workloads, each at several speeds, under every policy.
+
+8 prefill and 8 decode workers of one profile, nothing refused. A cell of the table is a kind at a speed: TTFT, mean
+and p90, of each policy, meaned over the seeds, which draw the workload. `behind` is how far the policy in question is
+behind the best of the others, in percent (negative: ahead), in the mean and at p90.
+
+A run is of one process; as many run side by side as there are cores, which changes no figure.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple, get_args
+
+from clusters import finish, parsed, parser
+
+from benchmarks.workloads import KINDS
+from halfmoon.conductor.simulation.profiles import PROFILES
+from halfmoon.conductor.simulation.simulate import simulate
+from halfmoon.conductor.simulation.trace import Arrival
+from halfmoon.conductor.simulation.world import ClusterShape
+from halfmoon.schemas.policy import Policy, PolicyName
+
+RIVALS: tuple[PolicyName, ...] = ("mooncake", "lmetric", "dynamo", "sticky")
+SPEEDS = (0.5, 1.0, 2.0, 3.0)
+PROFILE = "llama3-70b-8xa800"
+WORKERS = 8
+
+
+class Run(NamedTuple):
+    """One simulation; `requests` of 0 are all of the workload."""
+
+    kind: str
+    speed: float
+    seed: int
+    policy: PolicyName
+    group: int
+    requests: int
+
+
+class Measured(NamedTuple):
+    """What a run took: TTFT in ms, the share of time that prefill workers computed, tokens reused."""
+
+    mean: float
+    p90: float
+    busy: float
+    reuse: float
+
+
+@cache
+def _arrivals(kind: str, seed: int) -> list[Arrival]:
+    return KINDS[kind](seed)
+
+
+def measure(run: Run) -> Measured:
+    arrivals = _arrivals(run.kind, run.seed)
+    report = simulate(
+        arrivals[: run.requests] if run.requests else arrivals,
+        ClusterShape(prefill=WORKERS, decode=WORKERS, block_tokens=512),
+        Policy(name=run.policy, admission="none", prefill_group=run.group),
+        PROFILES[PROFILE],
+        speed=run.speed,
+    )
+    return Measured(report.ttft_ms.mean, report.ttft_ms.p90, report.prefill_busy, report.token_reuse)
+
+
+def cells(runs: Sequence[Run], measured: Sequence[Measured], ours: PolicyName) -> Iterator[dict[str, Any]]:
+    """A row for each kind and speed, in the order of the runs."""
+    found: dict[tuple[str, float], dict[str, list[Measured]]] = {}
+    for run, one in zip(runs, measured, strict=True):
+        found.setdefault((run.kind, run.speed), {}).setdefault(run.policy, []).append(one)
+    for (kind, speed), policies in found.items():
+        mean = {name: statistics.fmean(one.mean for one in some) for name, some in policies.items()}
+        p90 = {name: statistics.fmean(one.p90 for one in some) for name, some in policies.items()}
+        yield {
+            "kind": kind,
+            "speed": speed,
+            "busy": round(statistics.fmean(one.busy for one in policies[ours]), 3),
+            "mean_ms": {name: round(value, 1) for name, value in mean.items()},
+            "p90_ms": {name: round(value, 1) for name, value in p90.items()},
+            "behind_mean_percent": _behind(mean, ours),
+            "behind_p90_percent": _behind(p90, ours),
+        }
+
+
+def _behind(values: dict[str, float], ours: str) -> float:
+    best = min(value for name, value in values.items() if name != ours)
+    return round((values[ours] / best - 1) * 100, 1)
+
+
+def _line(row: dict[str, Any]) -> str:
+    figures = "  ".join(
+        f"{name} {row['mean_ms'][name]:.0f}/{row['p90_ms'][name]:.0f}" for name in row["mean_ms"]
+    )
+    return (
+        f"{row['kind']:16} {row['speed']:3g}  busy {row['busy']:.0%}  {figures}  "
+        f"behind {row['behind_mean_percent']:+.1f} %/{row['behind_p90_percent']:+.1f} %"
+    )
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS])
+    options.add_argument("--speeds", nargs="+", type=float, default=[*SPEEDS])
+    options.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    options.add_argument(
+        "--policy", choices=get_args(PolicyName), default="halfmoon", help="the one in question"
+    )
+    options.add_argument("--rivals", nargs="+", choices=get_args(PolicyName), default=[*RIVALS])
+    options.add_argument("--prefill-group", type=int, default=1, help="of the policy in question")
+    options.add_argument("--requests", type=int, default=0, help="only the first so many of each workload")
+    args = parsed(options, kinds=["chat", "agents"], speeds=[1.0], seeds=[1], requests=200)
+    rivals = [name for name in args.rivals if name != args.policy]
+    runs = [
+        Run(kind, speed, seed, name, args.prefill_group if name == args.policy else 1, args.requests)
+        for kind, seed, speed, name in product(args.kinds, args.seeds, args.speeds, [args.policy, *rivals])
+    ]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        measured = list(pool.map(measure, runs, chunksize=len(rivals) + 1))
+    rows = list(cells(runs, measured, args.policy))
+    result = {
+        "policy": args.policy,
+        "prefill_group": args.prefill_group,
+        "profile": PROFILE,
+        "workers": [WORKERS, WORKERS],
+        "seeds": args.seeds,
+        "rows": rows,
+    }
+    finish(args, result, [_line(row) for row in rows])
+
+
+if __name__ == "__main__":
+    main()
