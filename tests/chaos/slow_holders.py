@@ -18,8 +18,9 @@ from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.core.state.slow_places import slow_mark
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import Decision, Loan, MoveKv, StartDecode
+from halfmoon.schemas.decisions import Decision, MoveKv, StartDecode
 from halfmoon.schemas.events import Stamped, WorkerHeartbeat
+from halfmoon.schemas.lending import KvPart
 from halfmoon.workers.decode.place_times import EXPECTED_NS_MIN, WINDOW
 from halfmoon.workers.decode.sequence import DecodeSequence
 from tests.chaos.texts import BLOCK_TOKENS
@@ -196,7 +197,7 @@ def _quick(state: State, role: str) -> list[WorkerRecord]:
     ]
 
 
-def _segments(loan: Loan) -> int:
+def _segments(loan: KvPart) -> int:
     return loan.segments
 
 

@@ -350,7 +350,7 @@ def a_part_counts_as_held_before_it_is(
     self: Lenders, sequence: DecodeSequence, part: Any, after_ns: int, out: list[Any]
 ) -> None:
     whole_ask(self, sequence, part, after_ns, out)
-    part.hold = 1
+    sequence.parts[sequence.parts.index(part)] = msgspec.structs.replace(part, hold=1)
 
 
 def kv_counts_as_moved_before_it_is_there(

@@ -37,7 +37,6 @@ MACHINES = {
         "invariants",
         "kv_arrival",
         "lenders",
-        "lent_parts",
         "moves",
         "orders",
         "place_times",

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.events import PlaceWait
 from halfmoon.schemas.policy import Layout
-from halfmoon.workers.decode.lent_parts import CachePart
 from halfmoon.workers.decode.sequence import DecodeSequence
 
 #: Steps that are looked at, and from how many on something is told.
@@ -62,11 +61,8 @@ class PlaceTimes:
         asked: dict[str, tuple[int, int, int]] = {}
         for sequence in batch:
             for part in sequence.parts:
-                grows = isinstance(part, CachePart) and part.grows
-                tokens = part.blocks * layout.block_tokens
-                if grows:
-                    tokens = max(0, sequence.length - part.first_block * layout.block_tokens)
-                row_bytes = 2 * profile.query_row_bytes + grows * layout.token_layer_bytes
+                tokens = part.size(sequence.length, layout.segment_tokens)
+                row_bytes = 2 * profile.query_row_bytes + part.grows * layout.token_layer_bytes
                 rows, cached, sent = asked.get(part.worker_id, (0, 0, 0))
                 asked[part.worker_id] = rows + 1, cached + tokens, sent + row_bytes
         return {

@@ -59,7 +59,6 @@ from halfmoon.workers.worker import Worker, WorkerConfig
 if TYPE_CHECKING:
     from halfmoon.workers.attention.pusher import Pusher
     from halfmoon.workers.decode.borrower import Borrower
-    from halfmoon.workers.decode.cache_borrower import CacheBorrower
 
 #: How long another worker may take to load a part.
 HOLD_S = 30.0
@@ -97,25 +96,22 @@ class DecodeWorker(Worker):
             eos_ids=frozenset(engine.config.eos_token_ids),
         )
         self._holds: HoldService | None = None
-        self._borrower: Borrower | CacheBorrower | None = None
-        self._caches: CacheBorrower | None = None
+        self._borrower: Borrower | None = None
         self._pusher: Pusher | None = None
         if config.lending is not None:
             # They import torch, which a worker without a model does not wait for.
             from halfmoon.workers.attention.lender import Lender
             from halfmoon.workers.attention.pusher import Pusher
             from halfmoon.workers.decode.borrower import Borrower
-            from halfmoon.workers.decode.cache_borrower import CacheBorrower
             from halfmoon.workers.decode.group_choice import GroupChoice
 
             hello, options = config.lending.hello, config.lending.options
             if config.cache_elsewhere:
-                choice = GroupChoice(config.decode_groups, config.profile, hello, config.layout.block_tokens)
-                self._caches = self._borrower = CacheBorrower(engine, hello, options, choice)
+                choice = GroupChoice(config.decode_groups, config.profile, hello)
+                self._borrower = Borrower(engine, hello, options, choice)
             else:
                 self._holds = HoldService(self, Lender(engine, config.layout, hello, options))
-                segment_blocks = config.layout.segment_tokens // config.layout.block_tokens
-                self._borrower = Borrower(engine, segment_blocks, hello, options)
+                self._borrower = Borrower(engine, hello, options)
                 self._pusher = Pusher(engine.cache, hello, options)
         self._awake = asyncio.Event()
         #: The next instruction for the compute thread.
@@ -151,7 +147,7 @@ class DecodeWorker(Worker):
 
     def heartbeat(self) -> WorkerHeartbeat:
         found = super().heartbeat()
-        return msgspec.structs.replace(found, groups=self._caches.groups) if self._caches else found
+        return msgspec.structs.replace(found, groups=self._borrower.groups) if self._borrower else found
 
     def orders_open(self) -> int:
         return len(self.state.orders.open) + len(self.state.orders.holds.order_ids())
@@ -285,10 +281,10 @@ class DecodeWorker(Worker):
         self.hear(events.LayersCopied(copy_id=order.copy_id, problem=problem, **now()))
 
     async def _push_tail(self, tail: PushTail) -> None:
-        assert self._caches is not None
+        assert self._borrower is not None
         problem = ""
         try:
-            await self._loop.run_in_executor(self._copies, self._caches.push, tail)
+            await self._loop.run_in_executor(self._copies, self._borrower.push, tail)
         except LenderLost as lost:
             problem = f"{lost.worker_id}: {lost}"
         self.hear(events.TailPushed(order_id=tail.order_id, problem=problem, **now()))

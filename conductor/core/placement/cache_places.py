@@ -17,15 +17,15 @@ from typing import NamedTuple
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.core.state.slow_places import slow_mark
-from halfmoon.schemas.decisions import CachePlace
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.policy import Layout
 
 
 class FoundPlaces(NamedTuple):
     """Who would hold the KV of a request, of `blocks`, and whether they have room for it now."""
 
-    places: list[CachePlace]
+    places: list[KvPart]
     blocks: int
     room: bool
 
@@ -73,7 +73,7 @@ def _unsplit(
         return None
     free, _, chosen = min(found, key=lambda one: one[:2])
     places = [
-        CachePlace(worker_id=one.worker_id, first_kv_head=_heads(one)[0], kv_heads=_heads(one)[1])
+        KvPart(worker_id=one.worker_id, first_kv_head=_heads(one)[0], kv_heads=_heads(one)[1])
         for one in chosen
     ]
     return FoundPlaces(places, blocks, -free >= blocks)
@@ -105,9 +105,9 @@ def _shares(
     first: list[WorkerRecord],
     last: WorkerRecord,
     room: Callable[[WorkerRecord], int],
-) -> list[CachePlace] | None:
+) -> list[KvPart] | None:
     """`last` has what it has room for, the others whole segments of the prompt before that; None: they have no room."""
-    segment_blocks, begin = layout.segment_tokens // layout.block_tokens, 0
+    segment_blocks, begin = layout.segment_blocks, 0
     missing = max(1, -(-(blocks - room(last)) // segment_blocks))
     if missing > prompt_tokens // layout.segment_tokens:
         return None
@@ -120,8 +120,8 @@ def _shares(
     return [*places, _part(layout, last, begin, 0)] if begin == missing else None
 
 
-def _part(layout: Layout, holder: WorkerRecord, first_segment: int, segments: int) -> CachePlace:
-    return CachePlace(
+def _part(layout: Layout, holder: WorkerRecord, first_segment: int, segments: int) -> KvPart:
+    return KvPart(
         worker_id=holder.worker_id,
         first_kv_head=0,
         kv_heads=layout.kv_heads,
@@ -149,7 +149,7 @@ def longest_elsewhere(state: State, worker: WorkerRecord) -> int:
     if len(split) < 2:
         return unsplit * worker.block_tokens
     # All but one of them hold whole segments; that is best the one that would waste the most of its room.
-    segment_blocks = worker.layout.segment_tokens // worker.block_tokens
+    segment_blocks = worker.layout.segment_blocks
     over = max(blocks % segment_blocks for blocks in split)
     whole = sum(blocks - blocks % segment_blocks for blocks in split)
     return max(unsplit, whole + over) * worker.block_tokens
@@ -162,12 +162,6 @@ def nowhere_to_hold(state: State, worker: WorkerRecord) -> str:
     if not state.loads.attention.workers:
         return "decode workers keep no KV, and no attention worker is ready"
     return "decode workers keep no KV, and the attention workers that are ready have not all KV heads"
-
-
-def place_blocks(layout: Layout, place: CachePlace, blocks: int) -> int:
-    """Those of a place, where all of the request has so many."""
-    each = layout.segment_tokens // layout.block_tokens
-    return place.segments * each or blocks - place.first_segment * each
 
 
 def _splitting(holders: Sequence[WorkerRecord], layout: Layout) -> list[WorkerRecord]:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.core.state.slow_places import slow_mark
-from halfmoon.schemas.decisions import Loan
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.lending import KvPart
 
 #: Blocks that a worker could give to one more request.
 BlocksOf = Callable[[WorkerRecord], int]
@@ -27,7 +27,7 @@ class Borrowing(NamedTuple):
     """A decode worker that could take a request with the help of others, and whether they have room for it now."""
 
     worker: WorkerRecord
-    loans: list[Loan]
+    loans: list[KvPart]
     room: bool
 
 
@@ -62,7 +62,7 @@ def _loans(
     request: RequestArrived,
     tokens: int,
     blocks_of: BlocksOf,
-) -> list[Loan] | None:
+) -> list[KvPart] | None:
     """As few segments elsewhere as possible, at as few lenders as possible; None when it does not fit."""
     segment_tokens = worker.layout.segment_tokens
     if not segment_tokens:
@@ -77,7 +77,7 @@ def _loans(
     for one in sorted(others, key=lambda one: (-blocks_of(one), one.worker_id)):
         segments = min(missing, blocks_of(one) // segment_blocks)
         if segments > 0:
-            loans.append(Loan(worker_id=one.worker_id, segments=segments))
+            loans.append(KvPart(worker_id=one.worker_id, segments=segments))
             missing -= segments
     return loans if missing <= 0 else None
 
@@ -94,7 +94,7 @@ def longest_with_loans(state: State) -> int:
     if len(lenders) < 2:
         return 0
     first = lenders[0]
-    segment_blocks = first.layout.segment_tokens // first.block_tokens
+    segment_blocks = first.layout.segment_blocks
     alike = [worker for worker in lenders if worker.layout == first.layout]
     # One worker keeps all of its cache for its own part, which is best the one that would waste the most of it.
     own = max(worker.kv_blocks - worker.kv_blocks // segment_blocks * segment_blocks for worker in alike)
