@@ -12,7 +12,7 @@ import pytest
 
 from halfmoon.conductor.core import machine, moves
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement import cache_places, lending
+from halfmoon.conductor.core.placement import cache_places, part_choice
 from halfmoon.schemas.lending import KvPart
 from halfmoon.workers.decode.lenders import Lenders
 from halfmoon.workers.decode.place_times import PlaceTimes
@@ -100,8 +100,8 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
         "I33 |I83 ",
     ),
     (moves, "slow_mark", none_is_slow, ("moves", "slow holders"), "I93 moves"),
-    (cache_places, "slow_mark", none_is_slow, ("attention", "slow holders"), "I93 placed"),
-    (lending, "slow_mark", none_is_slow, ("lending", "slow holders"), "I93 placed"),
+    (part_choice, "slow_mark", none_is_slow, ("attention", "slow holders"), "I93 placed"),
+    (part_choice, "slow_mark", none_is_slow, ("lending", "slow holders"), "I93 placed"),
     (
         machine,
         "judge_places",

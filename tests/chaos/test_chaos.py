@@ -151,7 +151,7 @@ def test_a_full_queue_that_takes_more_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_room_at_a_lender_that_is_promised_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending, "_free_blocks", lambda worker: worker.kv_blocks)
+    monkeypatch.setattr(lending, "free_blocks", lambda worker: worker.kv_blocks)
     fails("I34 ", "lending")
 
 
