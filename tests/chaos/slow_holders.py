@@ -21,8 +21,8 @@ from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Decision, MoveKv, StartDecode
 from halfmoon.schemas.events import Stamped, WorkerHeartbeat
 from halfmoon.schemas.lending import KvPart
-from halfmoon.workers.decode.place_times import EXPECTED_NS_MIN, WINDOW
 from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.decode.step_times import EXPECTED_NS_MIN, WINDOW
 from tests.chaos.texts import BLOCK_TOKENS
 from tests.conductor.conductor_scripts import MS, S
 

@@ -15,8 +15,8 @@ from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement import cache_places, part_choice
 from halfmoon.schemas.lending import KvPart
 from halfmoon.workers.decode.lenders import Lenders
-from halfmoon.workers.decode.place_times import PlaceTimes
 from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.decode.step_times import PlaceTimes
 from tests.chaos.conductors import Conductor
 from tests.chaos.searching import fails, shows
 from tests.chaos.wishes import Feature

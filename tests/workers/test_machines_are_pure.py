@@ -39,7 +39,6 @@ MACHINES = {
         "lenders",
         "moves",
         "orders",
-        "place_times",
         "sequence",
         "state",
         "step_times",
