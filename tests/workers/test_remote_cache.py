@@ -26,7 +26,8 @@ from halfmoon.workers.attention.held import HeldSegments
 from halfmoon.workers.attention.held_caches import HeldCaches
 from halfmoon.workers.attention.push import push_tokens
 from halfmoon.workers.attention.remote_cache import RemoteCache, head_shares
-from halfmoon.workers.attention.tensors import bytes_of
+from halfmoon.workers.attention.server import STATES, WHOLE
+from halfmoon.workers.attention.tensors import DTYPES, bytes_of
 from halfmoon.workers.decode.actions import PushTail
 from halfmoon.workers.decode.borrower import Borrower
 from halfmoon.workers.decode.group_choice import GroupChoice
@@ -477,6 +478,38 @@ def test_keys_for_who_holds_segments_end_the_channel(made: Made) -> None:
         channel.send(MessageHeader(Op.KEY_VALUE, rows=1, slots=1))
         with pytest.raises(ChannelLost, match="op: KEY_VALUE is not for who holds segments"):
             channel.receive(lambda header: memoryview(bytearray(header.payload_bytes)))
+
+
+def test_a_channel_has_a_list_of_each_kind_and_of_each_the_newest(made: Made) -> None:
+    model = made(1)
+    config, dtype = model.away.config, model.away.dtype
+    query = torch.ones(1, config.heads, config.head_dim, dtype=dtype)
+    new = torch.ones(2, 1, config.kv_heads, config.head_dim, dtype=dtype)
+    with model.places[0].connect() as channel:
+
+        def say(kind: int, number: int, pair: list[int]) -> None:
+            header = MessageHeader(Op.SLOTS, parts=kind, rows=1, slots=number)
+            channel.send(header, bytes_of(torch.tensor([pair], dtype=torch.int32)))
+
+        def ask(op: Op, number: int, rows: torch.Tensor) -> None:
+            channel.send(MessageHeader(op, DTYPES[dtype], rows=1, slots=number), bytes_of(rows))
+
+        def heard() -> tuple[Op, int]:
+            found = channel.receive(lambda header: memoryview(bytearray(header.payload_bytes)))
+            return found.op, found.slots
+
+        say(WHOLE, 1, [0, LENGTHS[0]])
+        say(STATES, 2, [0, 1])
+        ask(Op.QUERY, 1, query)
+        ask(Op.QUERY, 2, query)
+        ask(Op.KEY_VALUE, 1, new)
+        assert [heard(), heard()] == [(Op.PARTIAL, 2), (Op.OUT, 1)]
+        say(WHOLE, 3, [2, LENGTHS[2]])
+        ask(Op.QUERY, 2, query)
+        assert heard() == (Op.PARTIAL, 2)
+        ask(Op.QUERY, 1, query)
+        with pytest.raises(ChannelLost, match="slots: 1 is not the newest list, 3"):
+            heard()
 
 
 def test_ends_of_prompts_go_over_one_channel_until_the_place_starts_again(made: Made, local: Local) -> None:

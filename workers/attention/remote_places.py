@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -57,33 +58,26 @@ class StatesComing:
         states.lse[self._where] = self._lse
 
 
+@dataclass(slots=True, eq=False)
 class PlaceList:
     """A list of one place. `kind`: STATES, WHOLE or TAILS."""
 
-    def __init__(
-        self,
-        kind: int,
-        name: str,
-        channel: WorkerChannel,
-        rows: Sequence[int],
-        pairs: Sequence[tuple[int, int]],
-        kv_heads: range,
-        config: ModelConfig,
-        dtype: torch.dtype,
-    ) -> None:
-        self.kind, self.name, self.channel, self.kv_heads = kind, name, channel, kv_heads
-        self.number = 0
-        self.rows = torch.tensor(rows, dtype=torch.int64)
-        self.pairs = torch.tensor(pairs, dtype=torch.int32)
-        group = config.heads // config.kv_heads
-        #: First query head, and how many.
-        self.heads = kv_heads.start * group, len(kv_heads) * group
-        self.query = torch.empty(len(rows), self.heads[1], config.head_dim, dtype=dtype)
-        #: k and v of the new tokens, where it gets them.
-        self.new = torch.empty(2, len(rows) if kind else 0, len(kv_heads), config.head_dim, dtype=dtype)
-        # Of a list of whole caches; others' answers are states.
-        self.out = torch.empty_like(self.query) if kind == WHOLE else torch.empty(0)
-        self.states: StatesComing | None = None
+    kind: int
+    name: str
+    channel: WorkerChannel
+    kv_heads: range
+    #: First query head, and how many.
+    heads: tuple[int, int]
+    #: Of the batch, each once; and the pairs of its SLOTS.
+    rows: Tensor
+    pairs: Tensor
+    query: Tensor
+    #: k and v of the new tokens, where it gets them.
+    new: Tensor
+    #: The answer, of a list of whole caches; those of others are `states`.
+    out: Tensor
+    states: StatesComing | None = None
+    number: int = 0
 
     @property
     def memory(self) -> Tensor:
@@ -110,7 +104,23 @@ class RemotePlaces:
     def _list(
         self, kind: int, name: str, rows: Sequence[int], pairs: Sequence[tuple[int, int]], kv_heads: range
     ) -> PlaceList:
-        return PlaceList(kind, name, self._channels[name], rows, pairs, kv_heads, self._config, self._dtype)
+        config, count = self._config, len(rows)
+        group = config.heads // config.kv_heads
+        heads = kv_heads.start * group, len(kv_heads) * group
+        query = torch.empty(count, heads[1], config.head_dim, dtype=self._dtype)
+        new = 0 if kind == STATES else count
+        return PlaceList(
+            kind=kind,
+            name=name,
+            channel=self._channels[name],
+            kv_heads=kv_heads,
+            heads=heads,
+            rows=torch.tensor(rows, dtype=torch.int64),
+            pairs=torch.tensor(pairs, dtype=torch.int32),
+            query=query,
+            new=torch.empty(2, new, len(kv_heads), config.head_dim, dtype=self._dtype),
+            out=torch.empty_like(query) if kind == WHOLE else torch.empty(0),
+        )
 
     def _states_of(
         self,
