@@ -27,12 +27,13 @@ from channels import hello
 from clusters import finish, parsed, parser, spread
 from remote_attention import BLOCK_TOKENS, OPTIONS, SEGMENT, fill
 
+from halfmoon.schemas.lending import KvPart
 from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.header import HEADER_BYTES, Op
 from halfmoon.store.channels.listener import ChannelListener
 from halfmoon.store.channels.opening import connect
 from halfmoon.workers.attention.held import HeldSegments
-from halfmoon.workers.attention.remote_cache import HeldRow, RemoteCache, head_shares
+from halfmoon.workers.attention.remote_cache import RemoteCache
 from halfmoon.workers.attention.server import SegmentServer
 from halfmoon.workers.model.attention.exact import CacheElsewhere
 from halfmoon.workers.model.attention.kernel import SdpaAttention, Tensor
@@ -98,12 +99,15 @@ class Modes:
         fill(self._local.cache)
         self._away = Engine(model, num_blocks=EACH, block_tokens=BLOCK_TOKENS, exact=True, query_first=True)
         self.channels = [connect([address], hello("decode-0"), OPTIONS, peer=PLACE) for _ in range(BATCHES)]
-        self._caches = [RemoteCache({PLACE: each}, self.config, torch.float32) for each in self.channels]
+        segment_tokens = self._away.attention.segment_tokens
+        self._caches = [
+            RemoteCache({PLACE: each}, self.config, torch.float32, segment_tokens) for each in self.channels
+        ]
 
     def _begin(self, number: int, rows: range) -> CacheElsewhere:
         """The same tokens each time: what a step appended before is written anew."""
-        held = [HeldRow(row, hold, self.past) for row, hold in enumerate(rows)]
-        self._caches[number].begin({PLACE: held}, {PLACE: head_shares(self.config.kv_heads, 1)[0]})
+        held = [[KvPart(worker_id=PLACE, hold=hold)] for hold in rows]
+        self._caches[number].begin(held, [self.past] * len(held))
         return self._caches[number]
 
     def _decode(self, rows: int, caches: Sequence[CacheElsewhere]) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from channels import hello
 from clusters import finish, parsed, parser, spread
 
+from halfmoon.schemas.lending import KvPart
 from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.header import Op
 from halfmoon.store.channels.listener import ChannelListener
@@ -30,7 +31,7 @@ from halfmoon.store.channels.opening import connect
 from halfmoon.store.channels.options import ChannelOptions, channel_secret
 from halfmoon.workers.attention.held import HeldSegments
 from halfmoon.workers.attention.push import push_tokens
-from halfmoon.workers.attention.remote_segments import HeldPart, RemoteSegments
+from halfmoon.workers.attention.remote_segments import RemoteSegments
 from halfmoon.workers.attention.server import SegmentServer
 from halfmoon.workers.model.attention.kernel import SdpaAttention
 from halfmoon.workers.model.engine import Engine
@@ -98,17 +99,12 @@ def main() -> None:
     addresses = words.recv()
     half = SEGMENTS // 2
     away = [[AWAY] * (half * EACH) + table[half * EACH :] for table in tables()]
-    parts = [HeldPart(row, 0, half, row) for row in range(BATCH)]
+    parts = [[KvPart(worker_id="attention-0", segments=half, hold=row)] for row in range(BATCH)]
     rows: list[dict[str, Any]] = []
     for kind, address in enumerate(addresses):
         with connect([address], hello("decode-0"), OPTIONS, peer="attention-0") as channel:
-            remote = RemoteSegments(
-                {"attention-0": channel},
-                heads=model.config.heads,
-                head_dim=model.config.head_dim,
-                dtype=torch.float32,
-            )
-            remote.begin({"attention-0": parts})
+            remote = RemoteSegments({"attention-0": channel}, model.config, torch.float32)
+            remote.begin(parts)
             local_ms, remote_ms = [], []
             for number in range(args.rounds + 1):
                 remote.step = number

@@ -11,8 +11,9 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
+from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.roles import MemberRole, WorkerRole
-from halfmoon.schemas.types import BlockKeys, Blocks, Count, Id, KvHeads, Message, Ns, Part, Seq, Text, Tokens
+from halfmoon.schemas.types import BlockKeys, Blocks, Count, Id, Message, Ns, Part, Seq, Text, Tokens
 
 RejectReason = Literal[
     "ttft_slo",  # predicted time to first token is over the SLO
@@ -100,27 +101,8 @@ class StartStage(Message, frozen=True):
     stage: LayerStage
 
 
-class Loan(Part, frozen=True):
-    """So many whole segments of a sequence (`Layout.segment_tokens`) lie at, and are attended to by, `worker_id`."""
-
-    worker_id: Id
-    segments: Blocks
-
-
 #: How a request's KV is divided among attention workers.
 CacheSplit = Literal["request", "heads", "sequence"]
-
-
-class CachePlace(Part, frozen=True):
-    """`kv_heads` KV heads of a sequence, from `first_kv_head` on, lie at the attention worker: of `segments` whole
-    segments of the prompt, from `first_segment` on, or (0 of them) of all tokens from there on, new ones too.
-    """
-
-    worker_id: Id
-    first_kv_head: KvHeads
-    kv_heads: KvHeads
-    first_segment: Blocks = 0
-    segments: Blocks = 0
 
 
 class StartDecode(Message, frozen=True):
@@ -144,9 +126,9 @@ class StartDecode(Message, frozen=True):
     #: The node whose store agent tells of the KV; "", as in older logs: any is believed.
     prefill_node_id: str = ""
     #: Who holds the first segments of the prompt, in order; what follows them is the worker's own.
-    loans: list[Loan] = []
+    loans: list[KvPart] = []
     #: The attention workers that hold its KV, each its heads or its segments; []: the worker itself does.
-    cache: list[CachePlace] = []
+    cache: list[KvPart] = []
     #: An earlier order of the request, whose decode worker is gone: `cache` still has the KV of all tokens that were
     #: delivered, under that order's id. No prefill goes with this one. "": an order like any other.
     resumes: str = ""

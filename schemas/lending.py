@@ -1,4 +1,4 @@
-"""Lending between decode workers: one asks another to hold segments of a sequence, and to attend to them.
+"""Parts of a sequence that other workers hold, and attend to: who has which, and how they are asked for.
 
 Only these few words go over NATS; queries and states go over a channel (`halfmoon.store.channels`).
 """
@@ -12,10 +12,41 @@ from halfmoon.schemas.types import (
     Id,
     KvHeads,
     Message,
+    Part,
     Text,
     Tokens,
     check_whole_keys,
 )
+
+
+class KvPart(Part, frozen=True):
+    """Consecutive segments (`Layout.segment_tokens` tokens each) of a sequence's KV, or some heads of them, at the
+    worker that attends to them.
+    """
+
+    worker_id: Id
+    #: The first KV head, and how many; None: all that the model has.
+    first_kv_head: KvHeads | None = None
+    kv_heads: KvHeads | None = None
+    #: Segments of the sequence before it. 0 in a list of loans, where each part begins at the end of the one before.
+    first_segment: Blocks = 0
+    #: Whole segments of the prompt; 0: the part grows, and has all tokens from `first_segment` on, new ones too.
+    segments: Blocks = 0
+    #: The number under which the worker holds it; 0, as in all that is sent: it has not said yet that it does.
+    hold: Count = 0
+
+    @property
+    def grows(self) -> bool:
+        return not self.segments
+
+    def heads(self, kv_heads: int) -> range:
+        """Its KV heads, of a model with so many."""
+        first = self.first_kv_head or 0
+        return range(first, first + (kv_heads if self.kv_heads is None else self.kv_heads))
+
+    def size(self, whole: int, segment: int) -> int:
+        """Tokens of it in a sequence of `whole` tokens, in segments of `segment` each; or blocks, of both in blocks."""
+        return self.segments * segment or max(0, whole - self.first_segment * segment)
 
 
 class HoldRequest(Message, frozen=True):

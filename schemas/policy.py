@@ -170,6 +170,10 @@ class Layout(Part, frozen=True):
         )
 
     @property
+    def segment_blocks(self) -> int:
+        return self.segment_tokens // self.block_tokens
+
+    @property
     def layer_block_bytes(self) -> int:
         return self.token_layer_bytes * self.block_tokens
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.tasks import end_tasks
@@ -37,6 +37,18 @@ from halfmoon.workers.token_inbox import TokenInbox
 from halfmoon.workers.worker_metrics import WorkerMetrics
 
 T = TypeVar("T")
+
+
+class Now(TypedDict):
+    """The times that an event carries."""
+
+    at_ns: int
+    wall_ns: int
+
+
+def now() -> Now:
+    """The time by both clocks."""
+    return {"at_ns": time.monotonic_ns(), "wall_ns": time.time_ns()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,8 +318,7 @@ class Worker(ABC):
         self._hear_taken(ask, reply)
 
     def _hear_taken(self, ask: TakeTokens, reply: TakeReply | None) -> None:
-        at_ns, wall_ns = time.monotonic_ns(), time.time_ns()
-        self.hear(TokensTaken(order_id=ask.order_id, reply=reply, at_ns=at_ns, wall_ns=wall_ns))
+        self.hear(TokensTaken(order_id=ask.order_id, reply=reply, **now()))
 
     # --- helpers --------------------------------------------------------------------------------------------
 

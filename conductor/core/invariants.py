@@ -77,7 +77,7 @@ def _check_borrowed(state: State, order: Order, decode: WorkerRecord) -> None:
     assert len(held) == len(half.loans) + len(moving) + len(half.cache), ("I23 borrowed of nobody", order)
     # Those of whole prompt segments have all heads; the others have them together, from the next segment on.
     ends = [place for place in half.cache if not place.segments]
-    heads = sum(place.kv_heads for place in ends)
+    heads = sum(len(place.heads(decode.layout.kv_heads)) for place in ends)
     assert heads == (decode.layout.kv_heads if half.cache else 0), ("I24 heads of its cache", order)
     first_segments = [sum(place.segments for place in half.cache[:i]) for i in range(len(half.cache))]
     assert [place.first_segment for place in half.cache] == first_segments, (

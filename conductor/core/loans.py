@@ -6,9 +6,8 @@ owner's room grows by it; where it is refused, nothing stays booked.
 
 from __future__ import annotations
 
-from halfmoon.conductor.core.placement.cache_places import place_blocks
 from halfmoon.conductor.core.state.core_state import State
-from halfmoon.conductor.core.state.records import Order, PendingMove, WorkerRecord, loan_blocks
+from halfmoon.conductor.core.state.records import Order, PendingMove, WorkerRecord, part_blocks
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import CancelOrder, EndMove
 from halfmoon.schemas.events import KvMoved, KvMoveRefused
@@ -17,13 +16,12 @@ from halfmoon.schemas.events import KvMoved, KvMoveRefused
 def held_for(state: State, order: Order) -> list[tuple[WorkerRecord, int]]:
     """Who holds how many blocks for the order's decode worker, or is to, of those that are there."""
     half = order.decode
-    each = [*half.loans, half.move.loan] if half.move is not None else half.loans
-    loans = [(state.workers.get(loan.worker_id), loan) for loan in each]
-    held = [(lender, loan_blocks(lender, loan)) for lender, loan in loans if lender is not None]
-    places = [(state.workers.get(place.worker_id), place) for place in half.cache]
-    return held + [
-        (holder, place_blocks(holder.layout, place, half.cache_blocks))
-        for holder, place in places
+    moving = [half.move.loan] if half.move is not None else []
+    parts = [*half.loans, *moving, *half.cache]
+    holders = [(state.workers.get(part.worker_id), part) for part in parts]
+    return [
+        (holder, part_blocks(holder.layout, part, half.cache_blocks))
+        for holder, part in holders
         if holder is not None
     ]
 
@@ -62,7 +60,7 @@ def book_move(state: State, order: Order, move: PendingMove) -> None:
     assert order.decode.move is None, order
     order.decode.move = move
     lender = state.workers[move.loan.worker_id]
-    _book(state, order, lender, loan_blocks(lender, move.loan))
+    _book(state, order, lender, part_blocks(lender.layout, move.loan))
 
 
 def end_move(state: State, order: Order) -> None:
@@ -73,7 +71,7 @@ def end_move(state: State, order: Order) -> None:
     lender = state.workers.get(move.loan.worker_id)
     if lender is None or lender.holds is None or order.order_id not in lender.lent:
         return
-    blocks, held = loan_blocks(lender, move.loan), lender.holds.orders
+    blocks, held = part_blocks(lender.layout, move.loan), lender.holds.orders
     held[order.order_id] -= blocks
     if not held[order.order_id]:
         del held[order.order_id]
@@ -90,7 +88,7 @@ def kv_moved(state: State, order: Order, event: KvMoved) -> bool:
     half.loans = [*half.loans, move.loan]
     half.moved_loans += 1
     owner = state.workers[order.decode_id]
-    blocks = loan_blocks(owner, move.loan)
+    blocks = part_blocks(owner.layout, move.loan)
     assert owner.batch is not None, (owner, order)
     owner.batch.orders[order.order_id] -= blocks
     owner.reserved_blocks -= blocks

@@ -22,11 +22,12 @@ from halfmoon.conductor.core.loans import book_move, give_up_move
 from halfmoon.conductor.core.orders import arm, place_borrowers
 from halfmoon.conductor.core.placement.prices import own_ps, share_ps
 from halfmoon.conductor.core.state.core_state import State
-from halfmoon.conductor.core.state.records import Order, PendingMove, WorkerRecord, loan_blocks
+from halfmoon.conductor.core.state.records import Order, PendingMove, WorkerRecord, part_blocks
 from halfmoon.conductor.core.state.slow_places import slow_mark
 from halfmoon.conductor.core.step_output import StepOutput
-from halfmoon.schemas.decisions import Loan, MoveKv
+from halfmoon.schemas.decisions import MoveKv
 from halfmoon.schemas.events import PolicyChanged
+from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.numbers import SECOND_NS
 
 TIMER = "moves:plan"
@@ -134,7 +135,9 @@ def _may_lend(state: State, worker: WorkerRecord) -> bool:
 
 def attended_tokens(state: State, worker: WorkerRecord) -> int:
     """Tokens of context that the worker itself attends to: what it has lent is another's to compute."""
-    away = sum(loan_blocks(worker, loan) for order in _orders(state, worker) for loan in order.decode.loans)
+    away = sum(
+        part_blocks(worker.layout, loan) for order in _orders(state, worker) for loan in order.decode.loans
+    )
     return worker.context_tokens + (sum(worker.lent.values()) - away) * worker.block_tokens
 
 
@@ -159,7 +162,7 @@ def debtor_of(state: State, worker: WorkerRecord) -> Debtor | None:
         if use_percent(worker) < state.policy.move_from_percent:
             return None
         waiting.append(_one_more(state))
-    away = sum(loan_blocks(worker, loan) for half in joined for loan in half.loans)
+    away = sum(part_blocks(worker.layout, loan) for half in joined for loan in half.loans)
     context = sum(half.context_tokens for half in joined) - away * worker.block_tokens
     return Debtor(
         worker=worker,
@@ -199,7 +202,7 @@ def _best_move(
 def _best_size(state: State, debtor: Debtor, order: Order, lender: WorkerRecord) -> tuple[int, int, int]:
     """Segments to move, as few as give the highest rate of both; with the rates before and after. 0: none gains."""
     owner, policy = debtor.worker, state.policy
-    segment_blocks = owner.layout.segment_tokens // owner.block_tokens
+    segment_blocks = owner.layout.segment_blocks
     reserve = lender.kv_blocks * policy.move_reserve_percent // 100
     own = movable_segments(state, order)
     most = min(own, (lender.kv_blocks - lender.reserved_blocks - reserve) // segment_blocks)
@@ -257,7 +260,7 @@ def _grounds(
     rates: tuple[int, int],
 ) -> MoveGrounds:
     owner = debtor.worker
-    segment_blocks = owner.layout.segment_tokens // owner.block_tokens
+    segment_blocks = owner.layout.segment_blocks
     held, rows = _held_by(state, owner, lender, order)
     return MoveGrounds(
         plan_id=f"{state.seq}-{order.order_id}",
@@ -284,7 +287,7 @@ def _grounds(
 
 
 def _order_move(state: State, order: Order, grounds: MoveGrounds, out: StepOutput) -> None:
-    loan = Loan(worker_id=grounds.lender_id, segments=grounds.segments)
+    loan = KvPart(worker_id=grounds.lender_id, segments=grounds.segments)
     book_move(state, order, PendingMove(plan_id=grounds.plan_id, loan=loan, since_ns=state.at_ns))
     out.append(
         MoveKv(

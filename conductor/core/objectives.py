@@ -17,8 +17,8 @@ from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidat
 from halfmoon.conductor.core.placement.prices import Row, step_price
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import WorkerRecord
-from halfmoon.schemas.decisions import CachePlace, Loan
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.types import INT_MAX
 
@@ -63,8 +63,8 @@ def tbt_objective_ns(
     request: RequestArrived,
     worker: WorkerRecord,
     context_tokens: int,
-    loans: Sequence[Loan],
-    cache: Sequence[CachePlace],
+    loans: Sequence[KvPart],
+    cache: Sequence[KvPart],
     *,
     idle: bool,
 ) -> int:

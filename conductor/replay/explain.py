@@ -13,7 +13,8 @@ from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate
 from halfmoon.conductor.replay.histories import MoveHistory, PlacementAttempt, RequestHistory
 from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons, way_reason
 from halfmoon.conductor.replay.text import clock, duration
-from halfmoon.schemas.decisions import CachePlace, Fetch, Loan
+from halfmoon.schemas.decisions import Fetch
+from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.roles import WorkerRole
 
 PREFILL_HEADS = (
@@ -172,7 +173,7 @@ def mixed_line(c: MixedCandidate, chosen: str) -> str:
     )
 
 
-def _cache_of(verdict: Placement | Refusal | None) -> list[CachePlace]:
+def _cache_of(verdict: Placement | Refusal | None) -> list[KvPart]:
     return verdict.decode.cache if isinstance(verdict, Placement) else []
 
 
@@ -231,12 +232,12 @@ def fetched(fetches: list[Fetch], sharing: int, from_ssd: bool) -> str:
     return ", ".join(parts) or "-"
 
 
-def lent(loan: Loan) -> str:
+def lent(loan: KvPart) -> str:
     """A part that another worker holds, in words."""
     return f"{loan.segments} {'segments' if loan.segments > 1 else 'segment'} at {loan.worker_id}"
 
 
-def held_at(place: CachePlace, blocks: int) -> str:
+def held_at(place: KvPart, blocks: int) -> str:
     """A place that holds KV of a request of so many blocks, in words."""
     if place.segments or place.first_segment:
         last = place.first_segment + place.segments - 1
@@ -244,7 +245,8 @@ def held_at(place: CachePlace, blocks: int) -> str:
             return f"the rest at {place.worker_id}, from segment {place.first_segment} on"
         these = f"segments {place.first_segment} to {last}" if place.segments > 1 else f"segment {last}"
         return f"{these} at {place.worker_id}"
-    first, last = place.first_kv_head, place.first_kv_head + place.kv_heads - 1
+    named = place.heads(place.kv_heads or 0)
+    first, last = named.start, named.stop - 1
     heads = f"heads {first} to {last}" if last > first else f"head {first}"
     return f"{blocks} at {place.worker_id}, {heads}"
 

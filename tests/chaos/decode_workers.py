@@ -361,7 +361,7 @@ class DecodeWorker(Holder):
                 there = lender.alive and self.net.reachable(lender) and self.net.reachable(self)
                 held = lender.offered.get(part.hold) if there else None
                 if held is not None:
-                    have, all_of_it = lender.pushed[part.hold], part.blocks * BLOCK_TOKENS
+                    have, all_of_it = lender.pushed[part.hold], len(sequence.blocks_of(part)) * BLOCK_TOKENS
                     assert have == all_of_it, (
                         "I100 asked for what is not there yet",
                         sequence.order_id,
@@ -369,7 +369,7 @@ class DecodeWorker(Holder):
                     )
                 lives[part.worker_id, part.hold] = lender.life if held is not None else 0
                 for place, block in enumerate(held or ()):
-                    wanted = [text.mark(part.first_block + place)] * LAYERS
+                    wanted = [text.mark(sequence.blocks_of(part).start + place)] * LAYERS
                     assert lender.cache[block] == wanted, (
                         "I96 lends KV of somebody else",
                         sequence.order_id,

@@ -1,4 +1,4 @@
-"""A make-believe decode worker's end of caches that lie at attention workers: `CacheBorrower`, without its channels."""
+"""A make-believe decode worker's end of caches that lie at attention workers: `Borrower`, without its channels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from halfmoon.workers.attention.errors import RowRefusal
 from halfmoon.workers.decode.actions import PushTail
-from halfmoon.workers.decode.lent_parts import CachePart
 from halfmoon.workers.decode.sequence import DecodeSequence
 from tests.chaos.attention_workers import AttentionWorker, Row
 from tests.chaos.texts import BLOCK_TOKENS, LAYERS, Text
@@ -45,9 +44,9 @@ class RemoteCaches:
             for part in sequence.parts:
                 said = (sequence.order_id, part.worker_id, part.hold)
                 assert said in self.worker.told, ("I100 counts as held what nobody said", said)
-                assert isinstance(part, CachePart), part
-                first = part.first_block * BLOCK_TOKENS
-                tokens = sequence.length - first if part.grows else part.blocks * BLOCK_TOKENS
+                blocks = sequence.blocks_of(part)
+                first = blocks.start * BLOCK_TOKENS
+                tokens = sequence.length - first if part.grows else len(blocks) * BLOCK_TOKENS
                 # By heads all have its end; by sequence each begins where the one before ends.
                 assert first == covered, (
                     "I101 parts overlap, or leave a gap",
@@ -106,7 +105,7 @@ class RemoteCaches:
         prompt_tokens = text.arrived.prompt_tokens
         wanted = [text.kv(place) for place in range(prompt_tokens - tail.tokens, prompt_tokens)]
         assert marks == [wanted[0]] * LAYERS, ("I96 sends KV of somebody else", tail.order_id, marks)
-        for worker_id, hold, _, _ in tail.places:
+        for worker_id, hold in ((part.worker_id, part.hold) for part in tail.parts):
             place = self._reached(worker_id)
             problem = "it is away" if place is None else place.append(hold, tail.first_token, wanted)
             if problem:

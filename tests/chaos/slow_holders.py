@@ -18,10 +18,11 @@ from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.core.state.slow_places import slow_mark
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import Decision, Loan, MoveKv, StartDecode
+from halfmoon.schemas.decisions import Decision, MoveKv, StartDecode
 from halfmoon.schemas.events import Stamped, WorkerHeartbeat
-from halfmoon.workers.decode.place_times import EXPECTED_NS_MIN, WINDOW
+from halfmoon.schemas.lending import KvPart
 from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.decode.step_times import EXPECTED_NS_MIN, WINDOW
 from tests.chaos.texts import BLOCK_TOKENS
 from tests.conductor.conductor_scripts import MS, S
 
@@ -196,7 +197,7 @@ def _quick(state: State, role: str) -> list[WorkerRecord]:
     ]
 
 
-def _segments(loan: Loan) -> int:
+def _segments(loan: KvPart) -> int:
     return loan.segments
 
 

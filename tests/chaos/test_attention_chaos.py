@@ -12,10 +12,11 @@ import pytest
 
 from halfmoon.conductor.core import machine, moves
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement import cache_places, lending
+from halfmoon.conductor.core.placement import cache_places, part_choice
+from halfmoon.schemas.lending import KvPart
 from halfmoon.workers.decode.lenders import Lenders
-from halfmoon.workers.decode.lent_parts import CachePart
-from halfmoon.workers.decode.place_times import PlaceTimes
+from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.decode.step_times import PlaceTimes
 from tests.chaos.conductors import Conductor
 from tests.chaos.searching import fails, shows
 from tests.chaos.wishes import Feature
@@ -64,10 +65,9 @@ def a_move_is_not_in_the_snapshot(snapshot: bytes, *, checked: bool = False) -> 
     return core
 
 
-def the_end_begins_a_block_too_early(self: CachePart, *args: Any) -> None:
-    whole_part(self, *args)
-    if self.grows and self.first_block:
-        self.first_block, self.blocks = self.first_block - 1, self.blocks + 1
+def the_end_begins_a_block_too_early(self: DecodeSequence, part: KvPart) -> range:
+    blocks = whole_blocks(self, part)
+    return range(max(0, blocks.start - part.grows), blocks.stop)
 
 
 def a_part_is_asked_for_by_the_first_keys(
@@ -75,14 +75,15 @@ def a_part_is_asked_for_by_the_first_keys(
 ) -> None:
     whole_ask(self, sequence, part, after_ns, out)
     request = out[-1].request
-    end = max(1, part.first_block + part.blocks)
-    keys = request.block_keys[: len(request.block_keys) * part.blocks // end]
+    blocks = sequence.blocks_of(part)
+    end = max(1, blocks.stop)
+    keys = request.block_keys[: len(request.block_keys) * len(blocks) // end]
     request = msgspec.structs.replace(request, first_block=0, block_keys=keys)
     out[-1] = msgspec.structs.replace(out[-1], request=request)
 
 
 whole_judge, whole_start, whole_restore = machine.judge_places, Conductor.start, Core.restore
-whole_part, whole_ask = CachePart.__init__, Lenders._ask
+whole_blocks, whole_ask = DecodeSequence.blocks_of, Lenders._ask
 PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
     (
         Conductor,
@@ -99,8 +100,8 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
         "I33 |I83 ",
     ),
     (moves, "slow_mark", none_is_slow, ("moves", "slow holders"), "I93 moves"),
-    (cache_places, "slow_mark", none_is_slow, ("attention", "slow holders"), "I93 placed"),
-    (lending, "slow_mark", none_is_slow, ("lending", "slow holders"), "I93 placed"),
+    (part_choice, "slow_mark", none_is_slow, ("attention", "slow holders"), "I93 placed"),
+    (part_choice, "slow_mark", none_is_slow, ("lending", "slow holders"), "I93 placed"),
     (
         machine,
         "judge_places",
@@ -109,7 +110,7 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
         "I92 slow and not marked",
     ),
     (PlaceTimes, "take", nobody_is_told_of_waits, ("attention", "slow holders"), "I92 slow, and nobody"),
-    (CachePart, "__init__", the_end_begins_a_block_too_early, ("splits",), "I101 parts"),
+    (DecodeSequence, "blocks_of", the_end_begins_a_block_too_early, ("splits",), "I101 parts"),
     (
         Lenders,
         "_ask",

@@ -27,8 +27,8 @@ from halfmoon.conductor.core.state import block_index
 from halfmoon.conductor.core.state.block_index import BlockIndex
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
 from halfmoon.conductor.core.state.records import Order, PendingMove
-from halfmoon.schemas.decisions import Loan
 from halfmoon.schemas.events import FrontendJoined
+from halfmoon.schemas.lending import KvPart
 
 # --- states -------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ def loan_not_booked(state: State) -> None:
 
 def lends_to_itself(state: State) -> None:
     order = order_of(state, "short")
-    order.decode.loans = [Loan(worker_id=order.decode_id, segments=1)]
+    order.decode.loans = [KvPart(worker_id=order.decode_id, segments=1)]
     state.workers[order.decode_id].holds.orders[order.order_id] = 2
 
 
@@ -249,7 +249,7 @@ def more_than_is_here(state: State) -> None:
 
 def moves_back(state: State) -> None:
     order = order_of(state, "another")
-    order.decode.move = PendingMove(plan_id="p", loan=Loan(worker_id="d0", segments=1), since_ns=0)
+    order.decode.move = PendingMove(plan_id="p", loan=KvPart(worker_id="d0", segments=1), since_ns=0)
     state.workers["d0"].holds.orders[order.order_id] = 2
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from reference import prefill
 
+from halfmoon.schemas.lending import KvPart
 from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.listener import ChannelListener
 from halfmoon.store.channels.opening import connect
 from halfmoon.workers.attention.held import HeldSegments
-from halfmoon.workers.attention.remote_segments import HeldPart, RemoteSegments
+from halfmoon.workers.attention.remote_segments import RemoteSegments
 from halfmoon.workers.attention.server import SegmentServer
 from halfmoon.workers.model.attention.kernel import SdpaAttention
 from halfmoon.workers.model.engine import Engine
@@ -45,6 +46,10 @@ def any_model(request: pytest.FixtureRequest) -> LoadedModel:
 @pytest.fixture(name="engine")
 def any_engine(model: LoadedModel) -> Engine:
     return Engine(model, num_blocks=64, block_tokens=BLOCK, exact=True, segment_tokens=SEGMENT)
+
+
+def part(name: str, first: int, segments: int, hold: int) -> KvPart:
+    return KvPart(worker_id=name, first_segment=first, segments=segments, hold=hold)
 
 
 class Place:
@@ -111,15 +116,13 @@ class Borrower:
     def __init__(self, engine: Engine, places: list[Place]) -> None:
         self.engine, self.places = engine, {place.name: place for place in places}
         self.channels = {place.name: place.connect() for place in places}
-        config = engine.config
-        self.remote = RemoteSegments(
-            self.channels, heads=config.heads, head_dim=config.head_dim, dtype=engine.dtype
-        )
-        self.parts: dict[str, list[HeldPart]] = {name: [] for name in self.places}
+        self.remote = RemoteSegments(self.channels, engine.config, engine.dtype)
+        #: Of each row.
+        self.parts: list[list[KvPart]] = [[] for _ in PROMPTS]
 
     def lend(self, name: str, row: int, tables: list[list[int]], first: int, segments: int) -> None:
         hold = self.places[name].take(self.engine, tables[row], first, segments)
-        self.parts[name].append(HeldPart(row, first, segments, hold))
+        self.parts[row].append(part(name, first, segments, hold))
         self.remote.begin(self.parts)
 
     def close(self) -> None:

@@ -8,9 +8,9 @@ import pytest
 from decode_script import LAYOUT, MS, Script, opened, order, ready, reply, result
 from msgspec.structs import replace
 
-from halfmoon.schemas.decisions import CachePlace
 from halfmoon.schemas.events import DecodeFailed, RequestFinished
 from halfmoon.schemas.keys import pack_tokens
+from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import ResendRequest
 from halfmoon.schemas.types import KEY_BYTES
@@ -30,7 +30,7 @@ from halfmoon.workers.machines import Report
 
 #: Segments of two blocks of four tokens, two KV heads.
 SPLIT = replace(LAYOUT, segment_tokens=8, kv_heads=2)
-BY_HEADS = [CachePlace(worker_id=f"a{n}", first_kv_head=n, kv_heads=1) for n in range(2)]
+BY_HEADS = [KvPart(worker_id=f"a{n}", first_kv_head=n, kv_heads=1) for n in range(2)]
 
 
 def keys(count: int) -> bytes:
@@ -88,7 +88,7 @@ def test_places_bring_whole_blocks_themselves_and_are_sent_the_rest() -> None:
     assert of_kind(copied(machine, actions), PushTail) == []
     assert of_kind(held(machine, "a0"), PushTail) == []
     (push,) = of_kind(held(machine, "a1", hold=8), PushTail)
-    assert push == PushTail("1-1", 0, 8, 2, (("a0", 7, 0, 1), ("a1", 8, 1, 1)))
+    assert push == PushTail("1-1", 0, 8, 2, (replace(BY_HEADS[0], hold=7), replace(BY_HEADS[1], hold=8)))
     # The pool's slots are kept until all have all of it, and the cache's block as long as it is read.
     assert machine.state.kv_blocks_used == 1
     actions = machine.on(events.TailPushed, order_id="1-1")
@@ -169,7 +169,7 @@ def test_a_place_that_is_lost_ends_the_order_and_the_conductor_is_told(when: str
 def test_a_step_that_a_place_fails_is_made_again_for_everybody_else() -> None:
     machine = script()
     running(machine)
-    given(machine, 2, tokens=8, cache=[CachePlace(worker_id="a2", first_kv_head=0, kv_heads=2)])
+    given(machine, 2, tokens=8, cache=[KvPart(worker_id="a2", first_kv_head=0, kv_heads=2)])
     held(machine, "a2", order_id="2-1")
     (step,) = of_kind(machine.on(events.EngineIdled), RunStep)
     assert len(step.batch) == 2
@@ -256,9 +256,9 @@ def test_an_answer_whose_end_was_lost_is_ended_again() -> None:
 # --- by sequence --------------------------------------------------------------------------------------------
 
 BY_SEQUENCE = [
-    CachePlace(worker_id="a0", first_kv_head=0, kv_heads=2, segments=1),
-    CachePlace(worker_id="a1", first_kv_head=0, kv_heads=2, first_segment=1, segments=1),
-    CachePlace(worker_id="a2", first_kv_head=0, kv_heads=2, first_segment=2),
+    KvPart(worker_id="a0", first_kv_head=0, kv_heads=2, segments=1),
+    KvPart(worker_id="a1", first_kv_head=0, kv_heads=2, first_segment=1, segments=1),
+    KvPart(worker_id="a2", first_kv_head=0, kv_heads=2, first_segment=2),
 ]
 
 
@@ -273,7 +273,7 @@ def test_parts_of_a_sequence_are_asked_for_and_only_its_end_is_pushed() -> None:
     copied(machine, actions)
     assert of_kind(held(machine, "a2", "a0"), PushTail) == []
     (push,) = of_kind(held(machine, "a1", hold=8), PushTail)
-    assert push == PushTail("1-1", 0, 4, 2, (("a2", 7, 0, 2),))
+    assert push == PushTail("1-1", 0, 4, 2, (replace(BY_SEQUENCE[2], hold=7),))
     assert of_kind(machine.on(events.TailPushed, order_id="1-1"), Release) == [Release("1-1")]
     assert of_kind(machine.on(events.EngineIdled), RunStep)
 
@@ -284,7 +284,7 @@ def test_an_end_without_a_whole_block_has_the_rest_pushed() -> None:
     assert [len(a.request.block_keys) // KEY_BYTES for a in of_kind(actions, AskHold)] == [2, 4, 4]
     copied(machine, actions)
     (push,) = of_kind(held(machine, "a0", "a1", "a2"), PushTail)
-    assert push == PushTail("1-1", 0, 0, 1, (("a2", 7, 0, 2),))
+    assert push == PushTail("1-1", 0, 0, 1, (replace(BY_SEQUENCE[2], hold=7),))
 
 
 def test_another_goes_on_with_parts_of_a_sequence() -> None:

@@ -8,9 +8,8 @@ import pytest
 from decode_script import LAYOUT, MS, Script, opened, order, ready, reply, result
 from msgspec.structs import replace
 
-from halfmoon.schemas.decisions import Loan
 from halfmoon.schemas.events import DecodeFailed
-from halfmoon.schemas.lending import HoldRequest
+from halfmoon.schemas.lending import HoldRequest, KvPart
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers import machines
@@ -57,7 +56,7 @@ def borrowing(machine: Script) -> list[Action]:
     given = order(
         max_tokens=9,
         prompt_tokens=22,
-        loans=[Loan(worker_id="d1", segments=1), Loan(worker_id="d2", segments=1)],
+        loans=[KvPart(worker_id="d1", segments=1), KvPart(worker_id="d2", segments=1)],
     )
     actions = machine.give(given, reply(22, block_keys=keys(5), tenant="t"))
     blocks = [ready("1-1", layer, blocks=6) for layer in range(2)]

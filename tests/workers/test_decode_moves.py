@@ -125,8 +125,8 @@ def test_segments_go_some_tokens_a_step_and_count_as_away_between_two_steps() ->
         KvMoved(plan_id="p1", order_id="1-1", request_id="r1", worker_id="d0", blocks=2, moved_bytes=20)
     ]
     assert sequence.table[:6] == [AWAY, AWAY, *table[2:6]]
-    assert [(part.worker_id, part.first_block, part.blocks, part.hold) for part in sequence.parts] == [
-        ("d1", 0, 2, 7)
+    assert [(part.worker_id, sequence.blocks_of(part), part.hold) for part in sequence.parts] == [
+        ("d1", range(2), 7)
     ]
     assert machine.state.kv_blocks_used == before - 2
     assert len(of_kind(actions, RunStep)) == 1  # with no step left out
@@ -166,10 +166,10 @@ def test_a_second_move_follows_the_first_and_what_was_lent_from_the_start() -> N
     sent(machine)
     idle(machine)
     assert sequence.table[:6] == [AWAY] * 6
-    assert [(part.worker_id, part.first_block, part.blocks) for part in sequence.parts] == [
-        ("d1", 0, 2),
-        ("d2", 2, 2),
-        ("d1", 4, 2),
+    assert [(part.worker_id, sequence.blocks_of(part)) for part in sequence.parts] == [
+        ("d1", range(2)),
+        ("d2", range(2, 4)),
+        ("d1", range(4, 6)),
     ]
 
 

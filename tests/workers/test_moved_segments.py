@@ -53,7 +53,7 @@ class Owner:
         self.layout = layout
         self.script = Script(layout=layout, kv_blocks=16, node_id="n0")
         settings = options("unix", timeout_s=WAIT_S)
-        self.borrower = Borrower(engine, EACH, hello("decode-0"), settings)
+        self.borrower = Borrower(engine, hello("decode-0"), settings)
         self.borrower.addresses[place.name] = addresses(place.listener, "unix")
         self.pusher = Pusher(cache, hello("decode-0"), settings)
         self.digests: list[str] = []

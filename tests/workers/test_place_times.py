@@ -13,7 +13,7 @@ from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.decode import events
 from halfmoon.workers.decode.actions import RunStep
-from halfmoon.workers.decode.place_times import LEAST, WINDOW
+from halfmoon.workers.decode.step_times import LEAST, WINDOW
 
 #: 1 ms of attention a token, 1 ms a round trip.
 COST = replace(PROFILE, attention_token_ps=10**9, channel_trip_ns=MS)

@@ -21,6 +21,7 @@ from attention_harness import (
     any_borrower,
     any_engine,
     any_model,
+    part,
     start,
     step,
 )
@@ -32,7 +33,6 @@ from halfmoon.store.errors import ChannelLost
 from halfmoon.workers.attention.errors import PartRefused
 from halfmoon.workers.attention.held import HeldSegments
 from halfmoon.workers.attention.push import MESSAGES_MAX, push_tokens
-from halfmoon.workers.attention.remote_segments import HeldPart
 from halfmoon.workers.attention.tensors import DTYPES, bytes_of
 from halfmoon.workers.model.attention.states import StateStack
 from halfmoon.workers.model.engine import Engine
@@ -89,7 +89,7 @@ def test_a_part_grows_by_a_push_between_steps_and_during_them(engine: Engine, bo
             if number < 4:
                 sent += end()
             if number == 2:
-                borrower.remote.begin({"attention-1": [HeldPart(0, 1, 4, 7)]})
+                borrower.remote.begin([[part("attention-1", 1, 4, 7)]])
                 borrower.remote.ask(0, torch.zeros(4, engine.config.heads, 64, dtype=engine.dtype))
                 with pytest.raises(PartRefused, match=r"attention-1: slots \d+: hold 7 has 96 of 128 tokens"):
                     borrower.remote.collect(StateStack(8, 4, engine.config.heads, 64, engine.device))
@@ -97,7 +97,7 @@ def test_a_part_grows_by_a_push_between_steps_and_during_them(engine: Engine, bo
             if number == 3:
                 tables[0][EACH : 5 * EACH] = [AWAY] * (4 * EACH)
                 engine.cache.k[:, pushed] = engine.cache.v[:, pushed] = float("nan")
-                borrower.parts["attention-1"].append(HeldPart(0, 1, 4, 7))
+                borrower.parts[0].append(part("attention-1", 1, 4, 7))
                 borrower.remote.begin(borrower.parts)
         assert sent == total * token_bytes(engine) == channel.sent.payload_bytes(Op.APPEND)
         assert channel.sent.messages(Op.APPEND) == 4 * EACH * LAYERS

@@ -15,7 +15,7 @@ from attention_harness import BLOCK, LAYERS, PROMPTS, SEGMENT, WAIT_S, Place, an
 from reference import prefill
 
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import CachePlace
+from halfmoon.schemas.lending import KvPart
 from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.header import HEADER_BYTES, MessageHeader, Op
 from halfmoon.store.channels.listener import ChannelListener
@@ -25,12 +25,12 @@ from halfmoon.workers.attention.errors import LenderLost, PartRefused, RowRefusa
 from halfmoon.workers.attention.held import HeldSegments
 from halfmoon.workers.attention.held_caches import HeldCaches
 from halfmoon.workers.attention.push import push_tokens
-from halfmoon.workers.attention.remote_cache import HeldRow, RemoteCache, head_shares
-from halfmoon.workers.attention.tensors import bytes_of
+from halfmoon.workers.attention.remote_cache import RemoteCache, head_shares
+from halfmoon.workers.attention.server import STATES, WHOLE
+from halfmoon.workers.attention.tensors import DTYPES, bytes_of
 from halfmoon.workers.decode.actions import PushTail
-from halfmoon.workers.decode.cache_borrower import CacheBorrower
+from halfmoon.workers.decode.borrower import Borrower
 from halfmoon.workers.decode.group_choice import GroupChoice
-from halfmoon.workers.decode.lent_parts import CachePart
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.transformer import Layer
@@ -82,12 +82,16 @@ def any_away(local: Local, model: LoadedModel) -> Engine:
     )
 
 
+def whole(name: str, heads: range, hold: int) -> KvPart:
+    return KvPart(worker_id=name, first_kv_head=heads.start, kv_heads=len(heads), hold=hold)
+
+
 class Group:
     """Channels and the cache of one group of rows."""
 
     def __init__(self, places: Sequence[Place], engine: Engine) -> None:
         self.channels = {place.name: place.connect() for place in places}
-        self.cache = RemoteCache(self.channels, engine.config, engine.dtype)
+        self.cache = RemoteCache(self.channels, engine.config, engine.dtype, SEGMENT)
 
     def close(self) -> None:
         for channel in self.channels.values():
@@ -133,12 +137,12 @@ class Model:
     def begin(self, members: Sequence[int]) -> None:
         cuts = self.away.groups_of(len(members), self.n)
         for group, rows in zip(self.groups, cuts, strict=False):
-            held: dict[str, list[HeldRow]] = {}
-            for row, member in enumerate(members[rows]):
-                tokens = LENGTHS[member] + self.taken[member]
-                for place in self.at(member):
-                    held.setdefault(place.name, []).append(HeldRow(row, member, tokens))
-            group.cache.begin(held, self.kv_heads)
+            lengths = [LENGTHS[member] + self.taken[member] for member in members[rows]]
+            held = [
+                [whole(place.name, self.kv_heads[place.name], member) for place in self.at(member)]
+                for member in members[rows]
+            ]
+            group.cache.begin(held, lengths)
 
     def step(self, members: Sequence[int], number: int) -> None:
         """One token of each: the same bits as there."""
@@ -327,7 +331,7 @@ def test_an_older_list_does_not_write_to_what_a_newer_one_has(made: Made) -> Non
     model.step(MEMBERS, 0)
     newer = Group(model.places, model.away)
     tokens = LENGTHS[0] + 1
-    newer.cache.begin({"attention-0": [HeldRow(0, 0, tokens)]}, model.kv_heads)
+    newer.cache.begin([[whole("attention-0", range(3), 0)]], [tokens])
     newer.cache.ask(0, torch.zeros(1, 9, 64, dtype=model.away.dtype))
     with pytest.raises(PartRefused, match="attention-0: slots: hold 0 is on a newer list"):
         model.step(MEMBERS, 1)
@@ -335,13 +339,13 @@ def test_an_older_list_does_not_write_to_what_a_newer_one_has(made: Made) -> Non
 
 
 REFUSED = [
-    ([HeldRow(0, 77, 5)], "slots 2: hold 77 is not here", 77),
-    ([HeldRow(0, -5, 5)], "slots 2: hold -5 is not here", 0),
-    ([HeldRow(0, 0, 201)], "slots 2: hold 0 has 200 tokens, and 201 were meant", 0),
-    ([HeldRow(0, 0, 199)], "slots 2: hold 0 has 200 tokens, and 199 were meant", 0),
-    ([HeldRow(0, 0, 200), HeldRow(1, 0, 200)], "slots 2: 2 rows, where each has a hold of its own", 0),
-    ([HeldRow(0, 8, 3)], "slots 2: hold 8 has 3 of 4 tokens", 8),
-    ([HeldRow(0, 9, BLOCK)], "slots: hold 9 is full: 16 tokens", 9),
+    ([(77, 5)], "slots 2: hold 77 is not here", 77),
+    ([(-5, 5)], "slots 2: hold -5 is not here", 0),
+    ([(0, 201)], "slots 2: hold 0 has 200 tokens, and 201 were meant", 0),
+    ([(0, 199)], "slots 2: hold 0 has 200 tokens, and 199 were meant", 0),
+    ([(0, 200), (0, 200)], "slots 2: 2 rows, where each has a hold of its own", 0),
+    ([(8, 3)], "slots 2: hold 8 has 3 of 4 tokens", 8),
+    ([(9, BLOCK)], "slots: hold 9 is full: 16 tokens", 9),
 ]
 
 
@@ -390,11 +394,10 @@ def test_who_says_nothing_is_lost_after_the_bound_of_its_channel(
 
     monkeypatch.setattr("halfmoon.workers.attention.worker_channels.connect", impatient)
     listener = ChannelListener(hello("attention-0"), settings)
-    choice = GroupChoice(1, CostProfile(), hello("decode-0"), 16)
-    borrower = CacheBorrower(away, hello("decode-0"), settings, choice)
+    choice = GroupChoice(1, CostProfile(), hello("decode-0"))
+    borrower = Borrower(away, hello("decode-0"), settings, choice)
     borrower.addresses["attention-0"] = addresses(listener, "unix")
-    part = CachePart(CachePlace(worker_id="attention-0", first_kv_head=0, kv_heads=3), 1, 2)
-    part.hold = 5
+    part = whole("attention-0", range(3), 5)
     row = SimpleNamespace(order_id="o", parts=[part], output=[7], length=20, table=[])
     with pytest.raises(LenderLost, match="nothing came for 200 ms") as lost:
         borrower.decode([row])  # type: ignore[list-item]
@@ -411,7 +414,9 @@ def test_lists_are_refused_by_field_and_the_channel_goes_on(made: Made) -> None:
     config = model.away.config
     for held, reason, named in REFUSED:
         cache._number = 1
-        cache.begin({"attention-0": held}, model.kv_heads)
+        cache.begin(
+            [[whole("attention-0", range(3), hold)] for hold, _ in held], [tokens for _, tokens in held]
+        )
         q = torch.zeros(len(held), config.heads, config.head_dim, dtype=model.away.dtype)
         # Two layers: the answer to the second says the same.
         for layer in range(2):
@@ -475,18 +480,50 @@ def test_keys_for_who_holds_segments_end_the_channel(made: Made) -> None:
             channel.receive(lambda header: memoryview(bytearray(header.payload_bytes)))
 
 
+def test_a_channel_has_a_list_of_each_kind_and_of_each_the_newest(made: Made) -> None:
+    model = made(1)
+    config, dtype = model.away.config, model.away.dtype
+    query = torch.ones(1, config.heads, config.head_dim, dtype=dtype)
+    new = torch.ones(2, 1, config.kv_heads, config.head_dim, dtype=dtype)
+    with model.places[0].connect() as channel:
+
+        def say(kind: int, number: int, pair: list[int]) -> None:
+            header = MessageHeader(Op.SLOTS, parts=kind, rows=1, slots=number)
+            channel.send(header, bytes_of(torch.tensor([pair], dtype=torch.int32)))
+
+        def ask(op: Op, number: int, rows: torch.Tensor) -> None:
+            channel.send(MessageHeader(op, DTYPES[dtype], rows=1, slots=number), bytes_of(rows))
+
+        def heard() -> tuple[Op, int]:
+            found = channel.receive(lambda header: memoryview(bytearray(header.payload_bytes)))
+            return found.op, found.slots
+
+        say(WHOLE, 1, [0, LENGTHS[0]])
+        say(STATES, 2, [0, 1])
+        ask(Op.QUERY, 1, query)
+        ask(Op.QUERY, 2, query)
+        ask(Op.KEY_VALUE, 1, new)
+        assert [heard(), heard()] == [(Op.PARTIAL, 2), (Op.OUT, 1)]
+        say(WHOLE, 3, [2, LENGTHS[2]])
+        ask(Op.QUERY, 2, query)
+        assert heard() == (Op.PARTIAL, 2)
+        ask(Op.QUERY, 1, query)
+        with pytest.raises(ChannelLost, match="slots: 1 is not the newest list, 3"):
+            heard()
+
+
 def test_ends_of_prompts_go_over_one_channel_until_the_place_starts_again(made: Made, local: Local) -> None:
     model, settings = made(1), options("unix", timeout_s=WAIT_S)
     (place,) = model.places
-    borrower = CacheBorrower(
-        local.engine, hello("decode-0"), settings, GroupChoice(1, CostProfile(), hello("decode-0"), 16)
+    borrower = Borrower(
+        local.engine, hello("decode-0"), settings, GroupChoice(1, CostProfile(), hello("decode-0"))
     )
     borrower.addresses[place.name] = addresses(place.listener, "unix")
     kv_heads = model.away.config.kv_heads
 
     def push(holder: Place, hold: int) -> None:
         holder.server.holds[hold] = HeldSegments([hold], 0)
-        borrower.push(PushTail("o", local.tables[0][0], 0, 3, ((holder.name, hold, 0, kv_heads),)))
+        borrower.push(PushTail("o", local.tables[0][0], 0, 3, (whole(holder.name, range(kv_heads), hold),)))
         assert holder.server.holds.pop(hold).tokens == 3
 
     push(place, 50)
@@ -494,7 +531,7 @@ def test_ends_of_prompts_go_over_one_channel_until_the_place_starts_again(made: 
     push(place, 51)
     assert list(borrower._pushes.open.values()) == [first]
     with pytest.raises(LenderLost, match="hold 52 is not here"):
-        borrower.push(PushTail("o", local.tables[0][0], 0, 3, ((place.name, 52, 0, kv_heads),)))
+        borrower.push(PushTail("o", local.tables[0][0], 0, 3, (whole(place.name, range(kv_heads), 52),)))
     assert list(borrower._pushes.open.values()) == [first]
     place.close()
     again = Place(model.away, place.name, "unix")
@@ -511,12 +548,14 @@ def test_heads_that_do_not_divide_and_rows_without_a_place(made: Made) -> None:
         head_shares(3, 2)
     cache = made(1).groups[0].cache
     for held, heads, reason in (
-        ([HeldRow(0, 0, 200)], range(2), "rows: KV head 2 of row 0 is at 0 places"),
-        ([HeldRow(1, 0, 200)], range(3), "rows: KV head 0 of row 0 is at 0 places"),
-        ([HeldRow(0, 0, 200)] * 2, range(3), "rows: KV head 0 of row 0 is at 2 places"),
+        ([[0]], range(2), "rows: KV head 2 of row 0 is at 0 places"),
+        ([[], [0]], range(3), "rows: KV head 0 of row 0 is at 0 places"),
+        ([[0, 0]], range(3), "rows: KV head 0 of row 0 is at 2 places"),
     ):
         with pytest.raises(ValueError, match=reason):
-            cache.begin({"attention-0": held}, {"attention-0": heads})
+            cache.begin(
+                [[whole("attention-0", heads, hold) for hold in holds] for holds in held], [200] * len(held)
+            )
 
 
 @pytest.mark.pure

@@ -14,6 +14,7 @@ from attention_harness import (
     any_borrower,
     any_engine,
     any_model,
+    part,
     start,
     step,
 )
@@ -23,7 +24,7 @@ from halfmoon.store.channels.header import HEADER_BYTES, Op
 from halfmoon.store.errors import ChannelLost
 from halfmoon.workers.attention.errors import PartRefused
 from halfmoon.workers.attention.held import HeldSegments
-from halfmoon.workers.attention.remote_segments import HeldPart, RemoteSegments
+from halfmoon.workers.attention.remote_segments import RemoteSegments
 from halfmoon.workers.model.engine import Engine
 
 __all__ = ["any_borrower", "any_engine", "any_model"]
@@ -131,7 +132,7 @@ def test_a_chunk_whose_states_are_more_than_a_message_is_refused(engine: Engine,
 def test_a_part_that_is_not_there_is_named(engine: Engine, borrower: Borrower) -> None:
     tables, tokens = start(engine)
     borrower.lend("attention-1", 0, tables, 0, 1)
-    borrower.remote.begin({"attention-1": [HeldPart(0, 0, 1, 77)]})
+    borrower.remote.begin([[part("attention-1", 0, 1, 77)]])
     with pytest.raises(PartRefused, match="attention-1: slots 2: hold 77 is not here"):
         step(engine, tables, tokens, 0, borrower.remote)
     # Nothing is lost but the step: what is right is answered as ever.
@@ -145,18 +146,15 @@ def test_two_groups_by_turns_have_the_bits_of_one(engine: Engine, borrower: Borr
     expected, _ = step(engine, tables, tokens, 0, None)
     borrower.lend("attention-0", 0, tables, 1, 2)
     borrower.lend("attention-0", 2, tables, 0, 3)
-    (of_first, of_third), place = borrower.parts["attention-0"], borrower.places["attention-0"]
-    config = engine.config
+    of_first, _, (of_third,), _ = borrower.parts
+    place = borrower.places["attention-0"]
     with place.connect() as one, place.connect() as two:
         first, second = (
-            RemoteSegments(
-                {place.name: each}, heads=config.heads, head_dim=config.head_dim, dtype=engine.dtype
-            )
-            for each in (one, two)
+            RemoteSegments({place.name: each}, engine.config, engine.dtype) for each in (one, two)
         )
-        first.begin({place.name: [of_first]})
+        first.begin([of_first])
         for hold in (77, of_third.hold):
-            second.begin({place.name: [HeldPart(0, 0, 3, hold)]})
+            second.begin([[part(place.name, 0, 3, hold)]])
             take = lambda: engine.decode(tokens, LENGTHS, tables, [first, second], groups=2)  # noqa: E731
             if hold == 77:
                 with pytest.raises(PartRefused, match="hold 77 is not here"):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,16 +18,15 @@ from attention_harness import BLOCK, EACH, LAYERS, PROMPTS, SEGMENT, WAIT_S, Pla
 from reference import prefill
 
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import CachePlace
+from halfmoon.schemas.lending import KvPart
 from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.header import MessageHeader, Op
 from halfmoon.workers.attention.errors import LenderLost
 from halfmoon.workers.attention.held import HeldSegments
 from halfmoon.workers.attention.push import push_tokens
 from halfmoon.workers.attention.tensors import DTYPES, bytes_of
-from halfmoon.workers.decode.cache_borrower import CacheBorrower
+from halfmoon.workers.decode.borrower import Borrower
 from halfmoon.workers.decode.group_choice import GroupChoice
-from halfmoon.workers.decode.lent_parts import CachePart
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
 from tests.store.channel_harness import addresses, hello, options
@@ -56,7 +56,7 @@ def four_kv_heads(request: pytest.FixtureRequest) -> LoadedModel:
 class Member:
     """What of a decode worker's sequence the borrower looks at."""
 
-    parts: list[CachePart]
+    parts: list[KvPart]
     prompt_tokens: int
     output: list[int]
     table: list[int] = field(default_factory=list)
@@ -104,20 +104,20 @@ class Spread:
             for i in range(count)
         ]
         ours = hello("decode-0", **HEADS)
-        choice = GroupChoice(groups, CostProfile(), ours, BLOCK)
-        self.borrower = CacheBorrower(self.away, ours, settings, choice)
+        choice = GroupChoice(groups, CostProfile(), ours)
+        self.borrower = Borrower(self.away, ours, settings, choice)
         for place in self.places:
             self.borrower.addresses[place.name] = addresses(place.listener, "unix")
         self.members = [self.member(number) for number in MEMBERS]
 
-    def given(self, number: int) -> list[CachePlace]:
+    def given(self, number: int) -> list[KvPart]:
         """Where a member's KV is to be."""
         length, count, heads = LENGTHS[number], len(self.places), HEADS["kv_heads"]
         turned = [self.places[(number + i) % count].name for i in range(count)]
         if self.split == "heads":
             each = heads // count
             return [
-                CachePlace(worker_id=place.name, first_kv_head=i * each, kv_heads=each)
+                KvPart(worker_id=place.name, first_kv_head=i * each, kv_heads=each)
                 for i, place in enumerate(self.places)
             ]
         # At the last place what is behind the whole segments, which may be nothing, and a share of these.
@@ -128,33 +128,38 @@ class Spread:
         )
         firsts = dict.fromkeys([0, *ends])
         found = [
-            CachePlace(
-                worker_id=name, first_kv_head=0, kv_heads=heads, first_segment=first, segments=end - first
-            )
+            KvPart(worker_id=name, first_kv_head=0, kv_heads=heads, first_segment=first, segments=end - first)
             for name, first, end in zip(turned, firsts, [*list(firsts)[1:], 0], strict=False)
             if end
         ]
         last = turned[len(found)]
         end = list(firsts)[-1]
-        return [*found, CachePlace(worker_id=last, first_kv_head=0, kv_heads=heads, first_segment=end)]
+        return [*found, KvPart(worker_id=last, first_kv_head=0, kv_heads=heads, first_segment=end)]
 
     def member(self, number: int) -> Member:
         """Its prompt is pushed to where it is to be."""
         length, parts = LENGTHS[number], []
         for given in self.given(number):
-            part = CachePart(given, length // BLOCK, EACH)
-            first = part.first_block * BLOCK
-            tokens = length - first if part.grows else part.blocks * BLOCK
+            part = msgspec.structs.replace(given, hold=number + 1)
+            first, tokens = part.first_segment * EACH, part.size(length, SEGMENT)
             place = next(one for one in self.places if one.name == given.worker_id)
             blocks = list(range(number, place.cache.num_blocks, len(LENGTHS)))[::-1]
             hold = HeldSegments(blocks, 0, expected=tokens)
-            part.hold = number + 1
             place.server.holds[part.hold] = hold
             if tokens:
-                heads = slice(part.first_kv_head, part.first_kv_head + part.kv_heads)
-                table = self.local.tables[number][part.first_block :]
+                named = part.heads(HEADS["kv_heads"])
+                heads = slice(named.start, named.stop)
+                table = self.local.tables[number][first:]
                 with place.connect() as channel:
-                    push_tokens(channel, part.hold, self.local.engine.cache, table, 0, tokens, kv_heads=heads)
+                    push_tokens(
+                        channel,
+                        part.hold,
+                        self.local.engine.cache,
+                        table,
+                        0,
+                        tokens,
+                        kv_heads=heads,
+                    )
             assert hold.complete
             parts.append(part)
         return Member(parts, length, [self.local.tokens[number][0]])
@@ -170,7 +175,7 @@ class Spread:
 
     def channels(self) -> list[WorkerChannel]:
         (group,) = self.borrower._groups
-        return [one for kind in (group.channels, group.tails, group.parts) for one in kind.open.values()]
+        return list(group.channels.open.values())
 
     def close(self) -> None:
         self.borrower.close()
@@ -275,7 +280,7 @@ def test_a_part_that_was_dropped_is_refused_and_the_channels_go_on(made: Made) -
             spread.step(MEMBERS)
         place.server.holds[part.hold] = hold
     spread.step(MEMBERS)
-    assert len(spread.channels()) == 6
+    assert len(spread.channels()) == 2
 
 
 def test_states_that_are_more_than_the_other_end_takes_are_refused(made: Made) -> None:

@@ -109,7 +109,7 @@ class Holds:
 
     def _problem(self, request: HoldRequest) -> str:
         """Why it is not taken, or nothing."""
-        segment_blocks = self.layout.segment_tokens // self.layout.block_tokens
+        segment_blocks = self.layout.segment_blocks
         count = request.room_blocks or len(request.block_keys) // KEY_BYTES - request.first_block
         if not segment_blocks:
             return "segment_tokens: there are no segments in these numerics"
@@ -137,7 +137,7 @@ class Holds:
             return (
                 f"kv_heads: {wanted[1]} from {wanted[0]} on, and this cache has {heads[1]} from {heads[0]} on"
             )
-        segment_blocks = self.layout.segment_tokens // self.layout.block_tokens
+        segment_blocks = self.layout.segment_blocks
         if request.first_block % segment_blocks:
             return f"first_block: no segment of {segment_blocks} blocks begins at {request.first_block}"
         if request.tokens and tokens > request.tokens:

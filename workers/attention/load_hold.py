@@ -26,7 +26,7 @@ async def load_hold(
 
     Raises StoreError, BusError.
     """
-    request, segment_blocks = load.request, layout.segment_tokens // layout.block_tokens
+    request, segment_blocks = load.request, layout.segment_blocks
     count = len(request.block_keys) // KEY_BYTES - request.first_block
     for first in range(0, count, segment_blocks):
         step, begin = min(segment_blocks, count - first), request.first_block + first

@@ -9,7 +9,8 @@ EVERY_ROW, and the answer has the states of all rows over each segment.
 
 Where the holds have the whole past of sequences, a list says so (WHOLE): pairs of hold and tokens, one for each row.
 Then each layer's QUERY is followed by a KEY_VALUE, which has the one answer for both (`held_caches`). Where they have
-the last segments of sequences, and others the first ones (TAILS), it is the same, but the answer is PARTIAL.
+the last segments of sequences, and others the first ones (TAILS), it is the same, but the answer is PARTIAL. A channel
+has a list of each kind at most; questions name theirs by its number.
 
 Holds grow: APPEND brings tokens (`held`), over a channel of its own. The last message of a push is answered, for all
 of it: DONE, or REFUSED for the first of its messages that was not taken. A hold is asked for once it is complete.
@@ -21,7 +22,7 @@ import logging
 import select
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -44,9 +45,10 @@ log = logging.getLogger(__name__)
 ROWS_MAX = 4096
 #: In a pair: the rows are all of one sequence.
 EVERY_ROW = -1
-#: `parts` of a list of whole caches, and of one of their last segments.
-WHOLE, TAILS = 1, 2
+#: `parts` of a list: of segments, of whole caches, and of their last segments.
+STATES, WHOLE, TAILS = 0, 1, 2
 WAIT_S = 0.1
+_NO_LIST = RowRefusal("slots: there is no list")
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -59,15 +61,26 @@ class AttendCounts:
 
 
 @dataclass(slots=True)
-class _Peer:
-    """Per channel: its newest list, and what is being received."""
+class _List:
+    """The newest of its kind on a channel."""
 
-    number: int = 0
+    number: int
+    kind: int
     slots: SlotList | HeldCaches | None = None
-    #: Why there is no list of that number; queries for it are on their way already.
-    problem: RowRefusal | None = None
-    #: Queries have no answer of their own: their keys and values follow.
-    whole: bool = False
+    #: Why there is none of that number; queries for it are on their way already.
+    problem: RowRefusal = _NO_LIST
+
+    @property
+    def grows(self) -> bool:
+        """Queries have no answer of their own: their keys and values follow."""
+        return self.kind != STATES
+
+
+@dataclass(slots=True)
+class _Peer:
+    """Per channel: its lists by kind, and what is being received."""
+
+    lists: dict[int, _List] = field(default_factory=dict)
     #: Why a message of the push that is under way was not taken.
     push_problem: str = ""
     receiving: Tensor = _NOTHING
@@ -129,7 +142,8 @@ class SegmentServer:
         longest.
         """
         peer = self._peers.setdefault(channel, _Peer())
-        return not (isinstance(peer.slots, HeldCaches) and peer.slots.begun), peer.served
+        begun = any(isinstance(one.slots, HeldCaches) and one.slots.begun for one in peer.lists.values())
+        return not begun, peer.served
 
     @torch.inference_mode()
     def serve(self, channel: WorkerChannel) -> None:
@@ -140,17 +154,18 @@ class SegmentServer:
         header = channel.receive_ready(lambda header: self._memory(peer, header))
         if header is None:
             return
-        slots = peer.slots
         if header.op is Op.SLOTS:
-            peer.problem = self._list(peer, header, channel.peer.message_bytes_max)
+            self._list(peer, header, channel.peer.message_bytes_max)
         elif header.op is Op.APPEND:
             self._append(channel, peer, header)
-        elif isinstance(slots, HeldCaches):
-            self._attend_whole(channel, slots, header)
-        elif slots is not None:
-            self._answer(channel, slots, header)
-        elif header.op is Op.KEY_VALUE or not peer.whole:
-            self._refuse(channel, header, peer.problem or RowRefusal("slots: there is no list"))
+        else:
+            asked = _list_of(peer, header)
+            if isinstance(asked.slots, HeldCaches):
+                self._attend_whole(channel, asked.slots, header)
+            elif asked.slots is not None:
+                self._answer(channel, asked.slots, header)
+            elif header.op is Op.KEY_VALUE or not asked.grows:
+                self._refuse(channel, header, asked.problem)
 
     def _refuse(self, channel: WorkerChannel, header: MessageHeader, why: RowRefusal) -> None:
         # What a list names as a hold may be any number.
@@ -199,13 +214,14 @@ class SegmentServer:
 
     def _rows_memory(self, peer: _Peer, header: MessageHeader) -> memoryview:
         """For rows of q, or of new k and v."""
-        slots, new = peer.slots, header.op is Op.KEY_VALUE
+        asked, new = _list_of(peer, header), header.op is Op.KEY_VALUE
+        slots = asked.slots
         row = (2 * self._kv_heads if new else self._heads) * self._head_dim * self._cache.dtype.itemsize
         rows = min(header.rows, ROWS_MAX) if slots is None else slots.rows
-        if new and not peer.whole:
+        if new and not asked.grows:
             raise MessageRefused("op: KEY_VALUE is not for who holds segments")
-        if header.slots != peer.number:
-            raise MessageRefused(f"slots: {header.slots} is not the newest list, {peer.number}")
+        if header.slots != asked.number:
+            raise MessageRefused(f"slots: {header.slots} is not the newest list, {asked.number}")
         if header.layer >= self._cache.layers:
             raise MessageRefused(f"layer: {header.layer} of {self._cache.layers}")
         if header.rows != rows or header.payload_bytes != rows * row:
@@ -219,16 +235,24 @@ class SegmentServer:
         peer.receiving = torch.empty(header.payload_bytes, dtype=torch.uint8)
         return bytes_of(peer.receiving)
 
-    def _list(self, peer: _Peer, header: MessageHeader, answer_bytes_max: int) -> RowRefusal | None:
-        """Takes a list of pairs. Returns why not, or nothing."""
+    def _list(self, peer: _Peer, header: MessageHeader, answer_bytes_max: int) -> None:
+        """Takes a list of pairs, instead of the last one of its kind."""
         pairs = [(first, second) for first, second in peer.receiving.view(torch.int32).view(-1, 2).tolist()]
-        peer.slots, peer.number, peer.whole = None, header.slots, header.parts in (WHOLE, TAILS)
-        wanted = [number for number, _ in pairs] if peer.whole else [number for _, number in pairs]
+        kind = header.parts if header.parts in (WHOLE, TAILS) else STATES
+        taken = peer.lists[kind] = _List(header.slots, kind)
+        problem = self._fill(taken, header, pairs, answer_bytes_max)
+        taken.problem = problem or taken.problem
+
+    def _fill(
+        self, taken: _List, header: MessageHeader, pairs: list[tuple[int, int]], answer_bytes_max: int
+    ) -> RowRefusal | None:
+        """Returns why it is not taken, or nothing."""
+        wanted = [number for number, _ in pairs] if taken.grows else [number for _, number in pairs]
         missing = sorted(set(wanted) - self.holds.keys())
         if missing:
             return RowRefusal(f"slots {header.slots}: hold {missing[0]} is not here", missing[0])
         sizes = {"segment_tokens": self._segment_tokens, "heads": self._heads}
-        if peer.whole:
+        if taken.grows:
             problem = problem_of(pairs, self.holds)
             if header.parts == TAILS and not problem:
                 # As long as they may become: states of each segment that they have room for.
@@ -239,7 +263,7 @@ class SegmentServer:
                     problem = RowRefusal(too_large)
             if problem is None:
                 kind = HeldTails if header.parts == TAILS else HeldCaches
-                peer.slots = kind(pairs, self.holds, self._attention, self._cache, **sizes)
+                taken.slots = kind(pairs, self.holds, self._attention, self._cache, **sizes)
             return problem and problem._replace(reason=f"slots {header.slots}: {problem.reason}")
         chunk = all(row == EVERY_ROW for row, _ in pairs)
         if not chunk and any(not 0 <= row < header.rows for row, _ in pairs):
@@ -255,7 +279,7 @@ class SegmentServer:
             if too_large:
                 return RowRefusal(f"slots {header.slots}: {too_large}")
         asked = [(max(row, 0), hold) for row, hold in pairs]
-        peer.slots = SlotList(header.rows, asked, self.holds, self._cache, chunk=chunk, **sizes)
+        taken.slots = SlotList(header.rows, asked, self.holds, self._cache, chunk=chunk, **sizes)
         return None
 
     def _too_large(self, states: int, answer_bytes_max: int) -> str:
@@ -303,6 +327,13 @@ class SegmentServer:
         """Which of the list's holds is not what it was, or nothing."""
         gone = [number for number, hold in slots.held.items() if self.holds.get(number) is not hold]
         return RowRefusal(f"hold {gone[0]} was dropped", gone[0]) if gone else None
+
+
+def _list_of(peer: _Peer, header: MessageHeader) -> _List:
+    """The list that a question is about; the newest one where it names none that is here."""
+    named = [one for one in peer.lists.values() if one.number == header.slots]
+    newest = max(peer.lists.values(), key=lambda one: one.number, default=_List(0, STATES))
+    return named[0] if named else newest
 
 
 def _has_more(channel: WorkerChannel) -> bool:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from halfmoon.schemas.lending import HoldRequest
+from halfmoon.schemas.lending import HoldRequest, KvPart
 from halfmoon.schemas.tokens import ResendReply, TokensSampled
 from halfmoon.workers.attention.actions import HoldAction
 from halfmoon.workers.decode.sequence import DecodeSequence
@@ -82,16 +82,14 @@ class PushTokens(msgspec.Struct, frozen=True):
 
 class PushTail(msgspec.Struct, frozen=True):
     """Send `tokens` tokens of `block` of the engine's cache, which are a prompt's last, to all that hold what is before
-    them, to be those from the hold's token `first_token` on; TailPushed.
-
-    `places` are (worker, hold, first KV head, KV heads).
+    them (`parts`), to be those from the hold's token `first_token` on; TailPushed.
     """
 
     order_id: str
     block: int
     first_token: int
     tokens: int
-    places: tuple[tuple[str, int, int, int], ...]
+    parts: tuple[KvPart, ...]
 
 
 class ShareOutput(msgspec.Struct, frozen=True):

@@ -12,7 +12,6 @@ import msgspec
 
 from halfmoon.schemas.cost_profile import CostProfile, StepElsewhere
 from halfmoon.store.channels.hello import ChannelHello
-from halfmoon.workers.decode.lent_parts import CachePart
 from halfmoon.workers.decode.sequence import DecodeSequence
 
 log = logging.getLogger(__name__)
@@ -23,9 +22,8 @@ GROUPS = 2
 class GroupChoice:
     """`given`: as many, always; 0: as few as make the step as short as it can be."""
 
-    def __init__(self, given: int, profile: CostProfile, hello: ChannelHello, block_tokens: int) -> None:
+    def __init__(self, given: int, profile: CostProfile, hello: ChannelHello) -> None:
         self._given, self._profile, self._hello = given, profile, hello
-        self._block_tokens = block_tokens
         self._members: list[str] = []
         self._count = given or GROUPS
 
@@ -51,15 +49,9 @@ class GroupChoice:
         asked: dict[str, tuple[int, int, int]] = {}
         for sequence in batch:
             for part in sequence.parts:
-                assert isinstance(part, CachePart), part
                 rows, tokens, _ = asked.get(part.worker_id, (0, 0, 0))
-                blocks = part.first_block if part.grows else part.blocks
-                away = (
-                    sequence.length - blocks * self._block_tokens
-                    if part.grows
-                    else blocks * self._block_tokens
-                )
-                asked[part.worker_id] = rows + 1, tokens + away, part.kv_heads
+                tokens += part.size(sequence.length, self._hello.segment_tokens)
+                asked[part.worker_id] = rows + 1, tokens, len(part.heads(self._hello.kv_heads))
         rows, tokens, kv_heads = max(asked.values(), key=lambda one: one[1])
         profile, every = self._profile, self._hello.kv_heads
         # Of each row q, k and v go up, and as much as q comes down.

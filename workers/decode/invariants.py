@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from halfmoon.workers.decode.lent_parts import blocks_away
 from halfmoon.workers.decode.orders import Orders
 from halfmoon.workers.decode.sequence import DecodeSequence, Stage
 from halfmoon.workers.model.segments import AWAY
@@ -119,7 +118,7 @@ def _check_moves(orders: Orders) -> None:
         read = orders.blocks.are_used(push.blocks)
         assert read, ("I59 blocks given away that are being sent", push.blocks)
     for sequence in orders.open.values():
-        away = blocks_away(sequence.parts)
+        away = sequence.blocks_away()
         assert sequence.away == away, ("I62 parts elsewhere", sequence.order_id, sequence.away, away)
         if sequence.table:
             here = [block for block in sequence.table if block != AWAY]
@@ -132,7 +131,7 @@ def _check_sequence(orders: Orders, sequence: DecodeSequence, copies: list[int])
     complete = sequence.loaded
     assert kv.copying == len(copies), ("I63 copies under way", order_id, kv.copying, len(copies))
     started = kv.started.count(1)
-    assert all(part.asked_ns for part in sequence.parts if part.hold), ("I62 held unasked", order_id)
+    assert sequence.asked_ns or not any(part.hold for part in sequence.parts), ("I62 held unasked", order_id)
     assert kv.copied + sum(copies) == started, ("I63 copied", order_id, kv.copied, copies, started)
     assert not sequence.finish_reason, ("I64 finished and open", order_id, sequence.finish_reason)
     assert len(output) == len(sequence.tokens), ("I64 output", order_id)

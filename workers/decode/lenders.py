@@ -5,11 +5,12 @@ Source: Infinite-LLM (arXiv 2401.02669), section 4: a debtor's side of a loan.
 
 from __future__ import annotations
 
-from halfmoon.schemas.lending import HoldRequest
+import msgspec
+
+from halfmoon.schemas.lending import HoldRequest, KvPart
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.decode.actions import Action, AskHold, PushTail
-from halfmoon.workers.decode.lent_parts import CachePart, LentPart
 from halfmoon.workers.decode.sequence import DecodeSequence
 
 #: How long, and how often, a lender that does not take a part is asked again.
@@ -25,28 +26,25 @@ class Lenders:
 
     def ask_all(self, sequence: DecodeSequence, now_ns: int, out: list[Action]) -> None:
         """Once all of its KV is in the node's pool, and its keys are known, the lenders fetch their parts."""
-        if not sequence.taken or not (sequence.kv.announced or sequence.order.resumes):
+        if sequence.asked_ns or not sequence.taken or not (sequence.kv.announced or sequence.order.resumes):
             return
+        sequence.asked_ns = now_ns
         for part in sequence.parts:
-            if not part.asked_ns:
-                part.asked_ns = now_ns
-                self._ask(sequence, part, 0, out)
+            self._ask(sequence, part, 0, out)
 
-    def _ask(self, sequence: DecodeSequence, part: LentPart, after_ns: int, out: list[Action]) -> None:
-        order = sequence.order
-        tokens = order.prompt_tokens + order.max_tokens - part.first_block * self.block_tokens
+    def _ask(self, sequence: DecodeSequence, part: KvPart, after_ns: int, out: list[Action]) -> None:
+        order, blocks = sequence.order, sequence.blocks_of(part)
+        tokens = order.prompt_tokens + order.max_tokens - blocks.start * self.block_tokens
         request = HoldRequest(
             owner_id=self.worker_id,
             order_id=order.order_id,
             source_node_ids=list(dict.fromkeys(filter(None, (self.node_id, order.prefill_node_id)))),
-            first_block=part.first_block,
-            block_keys=b""
-            if order.resumes
-            else sequence.block_keys[: (part.first_block + part.blocks) * KEY_BYTES],
+            first_block=blocks.start,
+            block_keys=b"" if order.resumes else sequence.block_keys[: blocks.stop * KEY_BYTES],
             tenant=sequence.tenant,
-            tokens=tokens if isinstance(part, CachePart) and part.grows else 0,
-            first_kv_head=part.first_kv_head if isinstance(part, CachePart) else 0,
-            kv_heads=part.kv_heads if isinstance(part, CachePart) else 0,
+            tokens=tokens if part.grows else 0,
+            first_kv_head=part.first_kv_head or 0,
+            kv_heads=part.kv_heads or 0,
             adopts=order.resumes,
         )
         out.append(AskHold(part.worker_id, request, after_ns))
@@ -55,26 +53,25 @@ class Lenders:
         self, sequence: DecodeSequence, pushing: dict[str, DecodeSequence], out: list[Action]
     ) -> None:
         """Once all of its parts are held, and the end of its prompt is here, that goes to them too."""
-        places = [part for part in sequence.parts if isinstance(part, CachePart) and part.grows]
+        ends = tuple(part for part in sequence.parts if part.grows)
         if not sequence.tail_due or sequence.order_id in pushing or not sequence.kv.complete:
             return
         if not all(part.hold for part in sequence.parts):
             return
         (block,) = sequence.own_blocks
         first = sequence.away * self.block_tokens
-        held = tuple((part.worker_id, part.hold, part.first_kv_head, part.kv_heads) for part in places)
         # All of them begin at the same block: by heads there are several, by sequence there is one.
-        before = places[0].first_block * self.block_tokens
+        before = sequence.blocks_of(ends[0]).start * self.block_tokens
         pushing[sequence.order_id] = sequence
         tokens = len(sequence.prompt) - first
-        out.append(PushTail(sequence.order_id, block, first - before, tokens, held))
+        out.append(PushTail(sequence.order_id, block, first - before, tokens, ends))
 
     def held(self, sequence: DecodeSequence, worker_id: str, hold: int) -> bool:
         """A lender has a part. False: it was not waited for."""
         part = _awaited(sequence, worker_id)
         if part is None:
             return False
-        part.hold = hold
+        sequence.parts[sequence.parts.index(part)] = msgspec.structs.replace(part, hold=hold)
         return True
 
     def not_held(self, sequence: DecodeSequence, worker_id: str, now_ns: int, out: list[Action]) -> bool:
@@ -83,18 +80,16 @@ class Lenders:
         if part is None:
             return True
         # What it once had and has no more will not come back.
-        if now_ns - part.asked_ns > LENDER_NS or sequence.order.resumes:
+        if now_ns - sequence.asked_ns > LENDER_NS or sequence.order.resumes:
             return False
         self._ask(sequence, part, LENDER_PAUSE_NS, out)
         return True
 
 
-def _awaited(sequence: DecodeSequence, worker_id: str) -> LentPart | None:
+def _awaited(sequence: DecodeSequence, worker_id: str) -> KvPart | None:
     """The part of an open order that the lender was asked for, and has not said that it holds."""
-    for part in sequence.parts:
-        if part.worker_id == worker_id and part.asked_ns and not part.hold:
-            return part
-    return None
+    waits = (part for part in sequence.parts if part.worker_id == worker_id and not part.hold)
+    return next(waits, None) if sequence.asked_ns else None
 
 
 def borrows_of(sequence: DecodeSequence, worker_id: str) -> bool:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from halfmoon.schemas.decisions import MoveKv
 from halfmoon.schemas.events import KvMoved, KvMoveRefused
-from halfmoon.schemas.lending import HoldRequest
+from halfmoon.schemas.lending import HoldRequest, KvPart
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.decode.actions import Action, AskHold, PushTokens
-from halfmoon.workers.decode.lent_parts import LentPart
 from halfmoon.workers.decode.sequence import DecodeSequence, Stage
 from halfmoon.workers.machines import Report
 from halfmoon.workers.model.block_allocator import BlockAllocator
@@ -67,7 +66,7 @@ class Moves:
             self._refuse(order, problem, out)
             return
         assert sequence is not None
-        blocks = order.segments * self.layout.segment_tokens // self.layout.block_tokens
+        blocks = order.segments * self.layout.segment_blocks
         self.open[order.order_id] = KvMove(order, sequence, blocks)
         request = HoldRequest(
             owner_id=self.worker_id,
@@ -151,9 +150,14 @@ class Moves:
             first, end = sequence.away, sequence.away + move.blocks
             self.blocks.free(sequence.table[first:end])
             sequence.table[first:end] = [AWAY] * move.blocks
-            part = LentPart(order.lender_id, first, move.blocks)
-            part.hold, part.asked_ns = move.hold, sequence.started_ns
+            part = KvPart(
+                worker_id=order.lender_id,
+                first_segment=first // self.layout.segment_blocks,
+                segments=order.segments,
+                hold=move.hold,
+            )
             sequence.parts.append(part)
+            sequence.asked_ns = sequence.asked_ns or sequence.started_ns
             sequence.away = end
             moved = KvMoved(
                 plan_id=order.plan_id,

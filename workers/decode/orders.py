@@ -27,9 +27,8 @@ from halfmoon.workers.decode.deliveries import deliveries_of, keep_finished
 from halfmoon.workers.decode.generated_blocks import generated_blocks, shares_generated
 from halfmoon.workers.decode.lenders import Lenders, borrows_of, holds_under
 from halfmoon.workers.decode.moves import Moves
-from halfmoon.workers.decode.place_times import PlaceTimes
 from halfmoon.workers.decode.sequence import DecodeSequence, Stage
-from halfmoon.workers.decode.step_times import StepTimes
+from halfmoon.workers.decode.step_times import PlaceTimes, StepTimes
 from halfmoon.workers.machines import Report, TakeTokens, refusal
 from halfmoon.workers.model.block_allocator import BlockAllocator
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from enum import Enum
 
+import msgspec
+
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.events import RequestFinished
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.kv import PrefillResult
+from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.slo import tbt_ns
 from halfmoon.schemas.tokens import Delivery, TakeReply, Timing
 from halfmoon.workers.decode.kv_arrival import KvArrival
-from halfmoon.workers.decode.lent_parts import blocks_away, parts_of
 from halfmoon.workers.model.sampling_params import SamplingParams
 from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.sample_requests import end_ids, params_of
@@ -53,9 +55,15 @@ class DecodeSequence:
         self.replay: list[int] = []
         # From the prefill worker and the stores.
         self.result: PrefillResult | None = None
-        self.parts = parts_of(order, layout)
+        self.parts = parts_of(order)
+        #: When their workers were asked to hold them; 0: they were not.
+        self.asked_ns = 0
+        self._segment_blocks, self._prompt_blocks = (
+            layout.segment_blocks,
+            order.prompt_tokens // layout.block_tokens,
+        )
         #: Blocks that others hold, or will: the first ones of `table`. They grow when KV moves.
-        self.away = blocks_away(self.parts)
+        self.away = self.blocks_away()
         self.kv = KvArrival(layout.layers, self.away)
         #: It keeps no KV here; the end of the prompt, which is no whole block, has yet to be sent where the rest is.
         self.elsewhere = bool(order.cache)
@@ -85,6 +93,15 @@ class DecodeSequence:
     def length(self) -> int:
         """Tokens whose KV is in the cache once the next step's input has been written, less one."""
         return len(self.prompt) + len(self.output) - 1
+
+    def blocks_of(self, part: KvPart) -> range:
+        """Whole blocks of the prompt that a part has. What follows them, where it grows, is sent to it."""
+        first = part.first_segment * self._segment_blocks
+        return range(first, first + part.size(self._prompt_blocks, self._segment_blocks))
+
+    def blocks_away(self) -> int:
+        """Blocks of the prompt that do not come here, the first ones."""
+        return max((self.blocks_of(part).stop for part in self.parts), default=0)
 
     @property
     def loaded(self) -> bool:
@@ -203,3 +220,14 @@ class DecodeSequence:
             decode_ns=now_ns - self.started_ns if self.started_ns else 0,
             preemptions=self.preemptions,
         )
+
+
+def parts_of(order: StartDecode) -> list[KvPart]:
+    """The parts that are elsewhere: an order's loans, from the sequence's first segment on, or its whole cache."""
+    if order.cache:
+        return list(order.cache)
+    parts: list[KvPart] = []
+    for loan in order.loans:
+        first = parts[-1].first_segment + parts[-1].segments if parts else 0
+        parts.append(msgspec.structs.replace(loan, first_segment=first))
+    return parts

@@ -1,14 +1,26 @@
-"""How long decode steps take here and now: the profile, scaled by what was observed."""
+"""How long decode steps take here and now, and wait for others. Pure."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Mapping
+
 from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.events import PlaceWait
+from halfmoon.schemas.policy import Layout
+from halfmoon.workers.decode.sequence import DecodeSequence
 
 _WEIGHT = 0.1
+#: Steps that are looked at, and from how many on something is told.
+WINDOW, LEAST = 16, 8
+#: A place is not slow for what the clock of a busy machine does to short steps.
+EXPECTED_NS_MIN = 2_000_000
 
 
 class StepTimes:
-    """`observe` each step; `predict` for the double check; `take` the means since the last heartbeat."""
+    """The profile, scaled by what was observed: `observe` each step; `predict` for the double check; `take` the means
+    since the last heartbeat.
+    """
 
     def __init__(self, profile: CostProfile) -> None:
         self._profile = profile
@@ -36,3 +48,62 @@ class StepTimes:
         if not steps:
             return (0, 0, 0, 0)
         return (steps, means[0] // steps, means[1] // steps, means[2] // steps)
+
+
+class PlaceTimes:
+    """How long steps wait for those who attend to parts of their sequences, beside what that was measured to take.
+    `observe` each step; `take` what is to be told since the last heartbeat. Nothing without measured parts.
+
+    A place is judged by several steps, so that one that came at a bad moment counts for nothing: what is told is the
+    step in the middle of the newest ones. The conductor decides what is too slow.
+    """
+
+    def __init__(self, layout: Layout, profile: CostProfile) -> None:
+        self._layout, self._profile = layout, profile
+        self._measured = profile.attention_token_ps > 0 and profile.channel_trip_ns > 0
+        #: By place: how long a step waited, and was expected to.
+        self._steps: dict[str, deque[tuple[int, int]]] = {}
+        self._asked: dict[str, bool] = {}
+
+    def observe(self, batch: Iterable[DecodeSequence], waits_ns: Mapping[str, int]) -> None:
+        """A step of `batch` waited so long for each place."""
+        if not self._measured or not waits_ns:
+            self._steps = {}
+            return
+        expected = self._expected_ns(batch)
+        # Who is not asked any more is judged anew when it is.
+        self._steps = {place: self._steps.get(place, deque(maxlen=WINDOW)) for place in expected}
+        for place, expected_ns in expected.items():
+            self._steps[place].append((waits_ns.get(place, 0), expected_ns))
+            self._asked[place] = True
+
+    def take(self) -> list[PlaceWait]:
+        """One for each place that was asked since the last call, and often enough."""
+        asked, self._asked = self._asked, {}
+        found = []
+        for place in asked:
+            steps = self._steps.get(place, ())
+            if len(steps) >= LEAST:
+                by_ratio = sorted(steps, key=lambda one: (one[0] * 1_000 // one[1], one))
+                waited_ns, expected_ns = by_ratio[len(by_ratio) // 2]
+                found.append(PlaceWait(worker_id=place, waited_ns=waited_ns, expected_ns=expected_ns))
+        return found
+
+    def _expected_ns(self, batch: Iterable[DecodeSequence]) -> dict[str, int]:
+        """A step of the batch, at each place, with its messages, when nothing of it is hidden."""
+        layout, profile = self._layout, self._profile
+        asked: dict[str, tuple[int, int, int]] = {}
+        for sequence in batch:
+            for part in sequence.parts:
+                tokens = part.size(sequence.length, layout.segment_tokens)
+                row_bytes = 2 * profile.query_row_bytes + part.grows * layout.token_layer_bytes
+                rows, cached, sent = asked.get(part.worker_id, (0, 0, 0))
+                asked[part.worker_id] = rows + 1, cached + tokens, sent + row_bytes
+        return {
+            place: max(
+                EXPECTED_NS_MIN,
+                profile.attention_ns(1, rows, cached)
+                + profile.channel_ns(layout.layers, layout.layers * sent),
+            )
+            for place, (rows, cached, sent) in asked.items()
+        }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any, TypedDict, assert_never
+from typing import Any, assert_never
 
 import msgspec
 
@@ -19,16 +19,13 @@ from halfmoon.bus.tail import StreamTail
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, EndMove, MoveKv, StartDecode
 from halfmoon.schemas.events import WorkerHeartbeat
-from halfmoon.schemas.lending import HoldReply
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import StoreError
-from halfmoon.workers import hold_points, machines
+from halfmoon.workers import machines
 from halfmoon.workers.attention.actions import AnswerHold, DropHold, LoadHold, OfferHold
-from halfmoon.workers.attention.errors import LenderLost, PartRefused
-from halfmoon.workers.attention.hold_service import HoldService
+from halfmoon.workers.attention.errors import LenderLost
 from halfmoon.workers.decode import events
 from halfmoon.workers.decode.actions import (
     Action,
@@ -47,34 +44,13 @@ from halfmoon.workers.decode.actions import (
     SwapOut,
     Wake,
 )
-from halfmoon.workers.decode.cache_copies import copy_in, copy_layers, copy_out
-from halfmoon.workers.decode.sequence import DecodeSequence
-from halfmoon.workers.decode.shared_output import share_output
+from halfmoon.workers.decode.cache_copies import copy_in, copy_layers, copy_out, share_output
+from halfmoon.workers.decode.elsewhere import KvElsewhere
 from halfmoon.workers.decode.spans import end_decode
 from halfmoon.workers.decode.state import DecodeState
+from halfmoon.workers.decode.step import next_tokens
 from halfmoon.workers.machines import Announce, Report, TakeTokens
-from halfmoon.workers.sample_requests import request_of, token_of
-from halfmoon.workers.worker import Worker, WorkerConfig
-
-if TYPE_CHECKING:
-    from halfmoon.workers.attention.pusher import Pusher
-    from halfmoon.workers.decode.borrower import Borrower
-    from halfmoon.workers.decode.cache_borrower import CacheBorrower
-
-#: How long another worker may take to load a part.
-HOLD_S = 30.0
-
-
-class Now(TypedDict):
-    """The times that every event carries."""
-
-    at_ns: int
-    wall_ns: int
-
-
-def now() -> Now:
-    """The time by both clocks."""
-    return {"at_ns": time.monotonic_ns(), "wall_ns": time.time_ns()}
+from halfmoon.workers.worker import Worker, WorkerConfig, now
 
 
 class DecodeWorker(Worker):
@@ -96,27 +72,7 @@ class DecodeWorker(Worker):
             has_store=store is not None,
             eos_ids=frozenset(engine.config.eos_token_ids),
         )
-        self._holds: HoldService | None = None
-        self._borrower: Borrower | CacheBorrower | None = None
-        self._caches: CacheBorrower | None = None
-        self._pusher: Pusher | None = None
-        if config.lending is not None:
-            # They import torch, which a worker without a model does not wait for.
-            from halfmoon.workers.attention.lender import Lender
-            from halfmoon.workers.attention.pusher import Pusher
-            from halfmoon.workers.decode.borrower import Borrower
-            from halfmoon.workers.decode.cache_borrower import CacheBorrower
-            from halfmoon.workers.decode.group_choice import GroupChoice
-
-            hello, options = config.lending.hello, config.lending.options
-            if config.cache_elsewhere:
-                choice = GroupChoice(config.decode_groups, config.profile, hello, config.layout.block_tokens)
-                self._caches = self._borrower = CacheBorrower(engine, hello, options, choice)
-            else:
-                self._holds = HoldService(self, Lender(engine, config.layout, hello, options))
-                segment_blocks = config.layout.segment_tokens // config.layout.block_tokens
-                self._borrower = Borrower(engine, segment_blocks, hello, options)
-                self._pusher = Pusher(engine.cache, hello, options)
+        self._elsewhere = KvElsewhere(self, engine)
         self._awake = asyncio.Event()
         #: The next instruction for the compute thread.
         self._work: RunStep | SwapOut | SwapIn | None = None
@@ -129,8 +85,7 @@ class DecodeWorker(Worker):
             self.store.kept_too.append(self.state.orders.leased)
         asked = subjects.resend(self.config.worker_id, "*")
         await self.bus.serve(asked, ResendRequest, self._resend, author="frontend_id")
-        if self._holds is not None:
-            await self._holds.open(self._pool)
+        await self._elsewhere.open(self._pool)
         self.spawn(self._follow_kv(await self.bus.open_kv(self.config.worker_id)))
         self.spawn(self._compute_all())
 
@@ -151,7 +106,8 @@ class DecodeWorker(Worker):
 
     def heartbeat(self) -> WorkerHeartbeat:
         found = super().heartbeat()
-        return msgspec.structs.replace(found, groups=self._caches.groups) if self._caches else found
+        borrower = self._elsewhere.borrower
+        return msgspec.structs.replace(found, groups=borrower.groups) if borrower else found
 
     def orders_open(self) -> int:
         return len(self.state.orders.open) + len(self.state.orders.holds.order_ids())
@@ -165,10 +121,7 @@ class DecodeWorker(Worker):
                 await self._release(action)
             else:
                 self.obey_action(action)
-        if self._holds is not None:
-            await self._holds.close()
-        if self._pusher is not None:
-            await asyncio.to_thread(self._pusher.close)
+        await self._elsewhere.close()
 
     # --- the machine ----------------------------------------------------------------------------------------
 
@@ -186,7 +139,7 @@ class DecodeWorker(Worker):
             case Wake():
                 self._awake.set()
             case PushTail():
-                self.spawn(self._push_tail(action))
+                self.spawn(self._elsewhere.push_tail(action))
             case CopyLayers():
                 self.spawn(self._copy(action))
             case TakeTokens():
@@ -199,14 +152,13 @@ class DecodeWorker(Worker):
             case EndSpan():
                 end_decode(self.tracing, action, self.config.worker_id)
             case PushTokens():
-                self.spawn(self._push(action))
+                self.spawn(self._elsewhere.push(action))
             case ShareOutput():
                 self.spawn(self._share(action))
             case AskHold():
-                self.spawn(self._ask_hold(action))
+                self.spawn(self._elsewhere.ask(action))
             case AnswerHold() | LoadHold() | OfferHold() | DropHold():
-                assert self._holds is not None
-                self._holds.do(action)
+                self._elsewhere.do(action)
             case Announce():
                 self.announce()
             case AnswerResend():
@@ -224,44 +176,6 @@ class DecodeWorker(Worker):
         (answer,) = self.state.on(events.ResendRequested(request=request, **now()))
         assert isinstance(answer, AnswerResend), answer
         return answer.reply
-
-    async def _ask_hold(self, ask: AskHold) -> None:
-        if ask.after_ns:
-            await asyncio.sleep(ask.after_ns / SECOND_NS)
-        order_id, worker_id, plan_id = ask.request.order_id, ask.worker_id, ask.request.plan_id
-        reply = HoldReply(refused="this worker does not lend")
-        if self._borrower is not None:
-            subject = subjects.hold(worker_id, self.config.worker_id)
-            try:
-                reply = await self.bus.request(subject, ask.request, HoldReply, timeout_s=HOLD_S)
-            except BusError as problem:
-                reply = HoldReply(refused=str(problem)[:500])
-        if reply.refused or self._borrower is None:
-            self.hear(
-                events.PartNotHeld(
-                    order_id=order_id, worker_id=worker_id, reason=reply.refused, plan_id=plan_id, **now()
-                )
-            )
-        else:
-            self._borrower.addresses[worker_id] = reply.addresses
-            self.hear(
-                events.PartHeld(
-                    order_id=order_id, worker_id=worker_id, hold=reply.hold, plan_id=plan_id, **now()
-                )
-            )
-
-    async def _push(self, push: PushTokens) -> None:
-        assert self._pusher is not None
-        assert self._borrower is not None
-        addresses = self._borrower.addresses[push.worker_id]
-        moved_bytes, problem = 0, ""
-        try:
-            moved_bytes = await self._pusher.push(
-                push.worker_id, addresses, push.hold, push.blocks, push.first, push.tokens
-            )
-        except (LenderLost, PartRefused) as error:
-            problem = str(error) or type(error).__name__
-        self.hear(events.TokensPushed(moved_bytes=moved_bytes, problem=problem, **now()))
 
     async def _release(self, release: Release) -> None:
         if release.after_ns:
@@ -283,15 +197,6 @@ class DecodeWorker(Worker):
         cache, pool = self.engine.cache, self._pool
         problem = await self._loop.run_in_executor(self._copies, copy_layers, cache, pool, order)
         self.hear(events.LayersCopied(copy_id=order.copy_id, problem=problem, **now()))
-
-    async def _push_tail(self, tail: PushTail) -> None:
-        assert self._caches is not None
-        problem = ""
-        try:
-            await self._loop.run_in_executor(self._copies, self._caches.push, tail)
-        except LenderLost as lost:
-            problem = f"{lost.worker_id}: {lost}"
-        self.hear(events.TailPushed(order_id=tail.order_id, problem=problem, **now()))
 
     async def _share(self, output: ShareOutput) -> None:
         assert self.store is not None
@@ -328,39 +233,16 @@ class DecodeWorker(Worker):
                     self.hear(events.SwappedIn(**now()))
 
     async def _run_step(self, step: RunStep) -> None:
-        started_ns = time.monotonic_ns()
+        started_ns, borrower = time.monotonic_ns(), self._elsewhere.borrower
         try:
-            tokens = await self.compute(self._sample, step.batch)
+            tokens = await self.compute(next_tokens, self.engine, borrower, step.batch)
         except LenderLost as lost:
             failed = events.StepFailed(worker_id=lost.worker_id, reason=str(lost), hold=lost.hold, **now())
             self.hear(failed)
             return
         step_ns = time.monotonic_ns() - started_ns
         self.metrics.stepped(step_ns, len(step.batch), step.context_tokens)
-        waits_ns = self._borrower.waits_ns if self._borrower is not None else {}
+        waits_ns = borrower.waits_ns if borrower is not None else {}
         self.hear(events.StepEnded(tokens=tokens, step_ns=step_ns, waits_ns=waits_ns, **now()))
         if self.config.layout.layers == 0:
             await asyncio.sleep(0)  # an engine that computes nothing must not starve the loop
-
-    def _sample(self, batch: list[DecodeSequence]) -> list[SampledToken]:
-        """On the compute thread: one token of each sequence. Known tokens (a replay) are not drawn.
-
-        Raises LenderLost.
-        """
-        if hold_points.PLACE is not None:
-            for sequence in batch:
-                hold_points.reached(hold_points.DECODE_STEP, len(sequence.output), sequence.order_id)
-        if self._borrower is not None:
-            logits = self._borrower.decode(batch)
-        else:
-            logits = self.engine.decode(
-                [s.output[-1] for s in batch], [s.length for s in batch], [s.table for s in batch]
-            )
-        requests = [
-            request_of(self.engine, s.params, s.sampling, s.prompt, s.output, name=s.order_id) for s in batch
-        ]
-        sampled = self.engine.sample_rows(logits, requests)
-        return [
-            s.next_known() or token_of(self.engine, one, s.sampling, logits[row])
-            for row, (s, one) in enumerate(zip(batch, sampled, strict=True))
-        ]

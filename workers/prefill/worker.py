@@ -215,7 +215,7 @@ class PrefillWorker(PromptWorker):
         window = CacheWindow(
             layout.blocks(len(action.token_ids)),
             room=self.config.kv_blocks,
-            each=layout.segment_tokens // layout.block_tokens,
+            each=layout.segment_blocks,
         )
         computation = self._computation = PromptComputation(
             action,

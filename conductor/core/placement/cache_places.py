@@ -11,21 +11,29 @@ Infinite-LLM (arXiv 2401.02669), section 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from halfmoon.conductor.core.placement.part_choice import (
+    BlocksOf,
+    by_speed,
+    emptiest_first,
+    free_blocks,
+    kv_blocks,
+    longest_in_parts,
+    shares,
+)
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import WorkerRecord
-from halfmoon.conductor.core.state.slow_places import slow_mark
-from halfmoon.schemas.decisions import CachePlace
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.policy import Layout
 
 
 class FoundPlaces(NamedTuple):
     """Who would hold the KV of a request, of `blocks`, and whether they have room for it now."""
 
-    places: list[CachePlace]
+    places: list[KvPart]
     blocks: int
     room: bool
 
@@ -36,13 +44,12 @@ def places_for(state: State, worker: WorkerRecord, request: RequestArrived) -> F
     Where caches of several widths are there, those that leave the most blocks free. By sequence where only so there is
     room now, or where only so there ever is. Slow ones only where the others have no room now.
     """
-    every = state.loads.attention.workers
-    quick = [one for one in every if slow_mark(state, one) is None]
-    if len(quick) < len(every):
-        found = _places_among(quick, worker, request)
+    found = None
+    for holders in by_speed(state, state.loads.attention.workers):
+        found = _places_among(holders, worker, request)
         if found is not None and found.room:
-            return found
-    return _places_among(every, worker, request)
+            break
+    return found
 
 
 def _places_among(
@@ -53,7 +60,7 @@ def _places_among(
         return found
     split = _by_sequence(holders, worker, request, free_blocks)
     if split is None and found is None:
-        split = _by_sequence(holders, worker, request, lambda one: one.kv_blocks)
+        split = _by_sequence(holders, worker, request, kv_blocks)
         return None if split is None else split._replace(room=False)
     return split or found
 
@@ -67,13 +74,13 @@ def _unsplit(
     for pools in _pools(holders, worker.layout):
         able = [[one for one in pool if one.kv_blocks >= blocks] for pool in pools]
         if all(able):
-            chosen = [min(pool, key=lambda one: (-free_blocks(one), one.worker_id)) for pool in able]
+            chosen = [emptiest_first(pool, free_blocks)[0] for pool in able]
             found.append((-min(map(free_blocks, chosen)), len(chosen), chosen))
     if not found:
         return None
     free, _, chosen = min(found, key=lambda one: one[:2])
     places = [
-        CachePlace(worker_id=one.worker_id, first_kv_head=_heads(one)[0], kv_heads=_heads(one)[1])
+        KvPart(worker_id=one.worker_id, first_kv_head=_heads(one)[0], kv_heads=_heads(one)[1])
         for one in chosen
     ]
     return FoundPlaces(places, blocks, -free >= blocks)
@@ -83,56 +90,37 @@ def _by_sequence(
     holders: Sequence[WorkerRecord],
     worker: WorkerRecord,
     request: RequestArrived,
-    room: Callable[[WorkerRecord], int],
+    room: BlocksOf,
 ) -> FoundPlaces | None:
     """The prompt's first segments at others than what follows; as few as possible, the emptiest by `room`."""
     layout = worker.layout
     blocks = layout.blocks(request.prompt_tokens + request.max_tokens)
-    able = sorted(_splitting(holders, layout), key=lambda one: (-room(one), one.worker_id))
+    able = emptiest_first(_splitting(holders, layout), room)
     for count in range(2, len(able) + 1):
         for last in able[:count]:
             first = [one for one in able[:count] if one is not last]
-            places = _shares(layout, request.prompt_tokens, blocks, first, last, room)
-            if places is not None:
-                return FoundPlaces(places, blocks, True)
+            most = request.prompt_tokens // layout.segment_tokens
+            found = shares(blocks, last, first, room, least=1, most=most)
+            if found is not None:
+                return FoundPlaces(_parts(layout, found, last), blocks, True)
     return None
 
 
-def _shares(
-    layout: Layout,
-    prompt_tokens: int,
-    blocks: int,
-    first: list[WorkerRecord],
-    last: WorkerRecord,
-    room: Callable[[WorkerRecord], int],
-) -> list[CachePlace] | None:
-    """`last` has what it has room for, the others whole segments of the prompt before that; None: they have no room."""
-    segment_blocks, begin = layout.segment_tokens // layout.block_tokens, 0
-    missing = max(1, -(-(blocks - room(last)) // segment_blocks))
-    if missing > prompt_tokens // layout.segment_tokens:
-        return None
-    places = []
-    for one in first:
-        segments = min(missing - begin, room(one) // segment_blocks)
-        if segments > 0:
-            places.append(_part(layout, one, begin, segments))
-            begin += segments
-    return [*places, _part(layout, last, begin, 0)] if begin == missing else None
-
-
-def _part(layout: Layout, holder: WorkerRecord, first_segment: int, segments: int) -> CachePlace:
-    return CachePlace(
-        worker_id=holder.worker_id,
-        first_kv_head=0,
-        kv_heads=layout.kv_heads,
-        first_segment=first_segment,
-        segments=segments,
-    )
-
-
-def free_blocks(worker: WorkerRecord) -> int:
-    """Blocks of an attention worker that are not booked."""
-    return worker.kv_blocks - worker.reserved_blocks
+def _parts(layout: Layout, first: Sequence[tuple[WorkerRecord, int]], last: WorkerRecord) -> list[KvPart]:
+    """One for each of `first`, with its segments, and one for what follows."""
+    parts: list[KvPart] = []
+    begin = 0
+    for holder, segments in [*first, (last, 0)]:
+        part = KvPart(
+            worker_id=holder.worker_id,
+            first_kv_head=0,
+            kv_heads=layout.kv_heads,
+            first_segment=begin,
+            segments=segments,
+        )
+        parts.append(part)
+        begin += segments
+    return parts
 
 
 def longest_elsewhere(state: State, worker: WorkerRecord) -> int:
@@ -145,14 +133,9 @@ def longest_elsewhere(state: State, worker: WorkerRecord) -> int:
         ),
         default=0,
     )
-    split = [one.kv_blocks for one in _splitting(holders, worker.layout)]
-    if len(split) < 2:
-        return unsplit * worker.block_tokens
-    # All but one of them hold whole segments; that is best the one that would waste the most of its room.
-    segment_blocks = worker.layout.segment_tokens // worker.block_tokens
-    over = max(blocks % segment_blocks for blocks in split)
-    whole = sum(blocks - blocks % segment_blocks for blocks in split)
-    return max(unsplit, whole + over) * worker.block_tokens
+    split = _splitting(holders, worker.layout)
+    longest = max(unsplit, longest_in_parts(split)) if len(split) > 1 else unsplit
+    return longest * worker.block_tokens
 
 
 def nowhere_to_hold(state: State, worker: WorkerRecord) -> str:
@@ -162,12 +145,6 @@ def nowhere_to_hold(state: State, worker: WorkerRecord) -> str:
     if not state.loads.attention.workers:
         return "decode workers keep no KV, and no attention worker is ready"
     return "decode workers keep no KV, and the attention workers that are ready have not all KV heads"
-
-
-def place_blocks(layout: Layout, place: CachePlace, blocks: int) -> int:
-    """Those of a place, where all of the request has so many."""
-    each = layout.segment_tokens // layout.block_tokens
-    return place.segments * each or blocks - place.first_segment * each
 
 
 def _splitting(holders: Sequence[WorkerRecord], layout: Layout) -> list[WorkerRecord]:

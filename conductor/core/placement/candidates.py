@@ -30,10 +30,11 @@ from halfmoon.conductor.core.placement.prefix_match import PrefixMatch
 from halfmoon.conductor.core.placement.prices import Row, rows_of, step_price
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.load_index import queue_ns, tokens_max
-from halfmoon.conductor.core.state.records import WorkerRecord, loan_blocks
+from halfmoon.conductor.core.state.records import WorkerRecord, part_blocks
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import CachePlace, Fetch, Loan
+from halfmoon.schemas.decisions import Fetch
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.lending import KvPart
 
 # --- prefill ------------------------------------------------------------------------------------------------
 
@@ -182,8 +183,8 @@ def decode_candidate_of(
     match: PrefixMatch,
     context_tokens: int,
     *,
-    loans: Sequence[Loan] = (),
-    cache: Sequence[CachePlace] = (),
+    loans: Sequence[KvPart] = (),
+    cache: Sequence[KvPart] = (),
 ) -> DecodeCandidate:
     """One decode worker with a request of `context_tokens` (prompt and expected answer) on top of its load; `loans` and
     `cache`: who else has some of its KV.
@@ -215,7 +216,7 @@ def _borrowing_candidate(
     worker, loans, room = borrowing
     # Not for the expected answer but for the longest: lenders can take no more later.
     blocks = -(-(request.prompt_tokens + request.max_tokens) // worker.block_tokens)
-    blocks -= sum(loan_blocks(worker, loan) for loan in loans)
+    blocks -= sum(part_blocks(worker.layout, loan) for loan in loans)
     candidate = decode_candidate_of(state, worker, match, context_tokens, loans=loans)
     return msgspec.structs.replace(candidate, blocks=blocks, room=room)
 

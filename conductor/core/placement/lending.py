@@ -10,24 +10,29 @@ when a request is placed; it is not moved while it is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from halfmoon.conductor.core.placement.part_choice import (
+    BlocksOf,
+    by_speed,
+    emptiest_first,
+    free_blocks,
+    kv_blocks,
+    longest_in_parts,
+    shares,
+)
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import WorkerRecord
-from halfmoon.conductor.core.state.slow_places import slow_mark
-from halfmoon.schemas.decisions import Loan
 from halfmoon.schemas.events import RequestArrived
-
-#: Blocks that a worker could give to one more request.
-BlocksOf = Callable[[WorkerRecord], int]
+from halfmoon.schemas.lending import KvPart
 
 
 class Borrowing(NamedTuple):
     """A decode worker that could take a request with the help of others, and whether they have room for it now."""
 
     worker: WorkerRecord
-    loans: list[Loan]
+    loans: list[KvPart]
     room: bool
 
 
@@ -42,61 +47,41 @@ def borrowings(state: State, request: RequestArrived, *, avoid: Sequence[str] = 
         if tokens > worker.context_tokens_max or request.prompt_tokens > state.pool_tokens(worker):
             continue
         others = [one for one in helpers if one is not worker and one.layout == worker.layout]
-        quick = [one for one in others if slow_mark(state, one) is None]
         loans = None
         if len(worker.orders) < worker.batch_max:
-            # Slow ones only where the others have no room now.
-            loans = _loans(worker, quick, request, tokens, _free_blocks)
-            if loans is None and len(quick) < len(others):
-                loans = _loans(worker, others, request, tokens, _free_blocks)
+            for some in by_speed(state, others):
+                loans = _loans(worker, some, request, free_blocks)
+                if loans is not None:
+                    break
         room = loans is not None
         if loans is None:
-            loans = _loans(worker, others, request, tokens, lambda one: one.kv_blocks)
+            loans = _loans(worker, others, request, kv_blocks)
         if loans is not None:
             yield Borrowing(worker, loans, room)
 
 
 def _loans(
-    worker: WorkerRecord,
-    others: list[WorkerRecord],
-    request: RequestArrived,
-    tokens: int,
-    blocks_of: BlocksOf,
-) -> list[Loan] | None:
+    worker: WorkerRecord, others: Sequence[WorkerRecord], request: RequestArrived, room: BlocksOf
+) -> list[KvPart] | None:
     """As few segments elsewhere as possible, at as few lenders as possible; None when it does not fit."""
-    segment_tokens = worker.layout.segment_tokens
-    if not segment_tokens:
+    layout = worker.layout
+    if not layout.segment_tokens:
         return None
-    segment_blocks = segment_tokens // worker.block_tokens
-    blocks = -(-tokens // worker.block_tokens)
-    missing = -(-(blocks - blocks_of(worker)) // segment_blocks)
     # The last token of a prompt is decoded here, so its segment stays here.
-    if missing > (request.prompt_tokens - 1) // segment_tokens:
+    most = (request.prompt_tokens - 1) // layout.segment_tokens
+    blocks = layout.blocks(request.prompt_tokens + request.max_tokens)
+    found = shares(blocks, worker, emptiest_first(others, room), room, least=0, most=most)
+    if found is None:
         return None
-    loans = []
-    for one in sorted(others, key=lambda one: (-blocks_of(one), one.worker_id)):
-        segments = min(missing, blocks_of(one) // segment_blocks)
-        if segments > 0:
-            loans.append(Loan(worker_id=one.worker_id, segments=segments))
-            missing -= segments
-    return loans if missing <= 0 else None
-
-
-def _free_blocks(worker: WorkerRecord) -> int:
-    return worker.kv_blocks - worker.reserved_blocks
+    return [KvPart(worker_id=one.worker_id, segments=segments) for one, segments in found]
 
 
 def longest_with_loans(state: State) -> int:
     """Tokens of the longest request, prompt and answer together, that the lenders could hold, were they empty."""
-    lenders = [
-        worker for worker in state.loads.decode.workers if worker.lends and worker.layout.segment_tokens
-    ]
+    lenders = [one for one in state.loads.decode.workers if one.lends and one.layout.segment_tokens]
     if len(lenders) < 2:
         return 0
     first = lenders[0]
-    segment_blocks = first.layout.segment_tokens // first.block_tokens
     alike = [worker for worker in lenders if worker.layout == first.layout]
-    # One worker keeps all of its cache for its own part, which is best the one that would waste the most of it.
-    own = max(worker.kv_blocks - worker.kv_blocks // segment_blocks * segment_blocks for worker in alike)
-    whole = sum(worker.kv_blocks // segment_blocks * segment_blocks for worker in alike)
-    return min((whole + own) * first.block_tokens, max(worker.context_tokens_max for worker in alike))
+    longest = longest_in_parts(alike) * first.block_tokens
+    return min(longest, max(worker.context_tokens_max for worker in alike))

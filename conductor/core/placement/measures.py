@@ -11,7 +11,8 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from halfmoon.schemas.decisions import CachePlace, Fetch, LayerStage, Loan
+from halfmoon.schemas.decisions import Fetch, LayerStage
+from halfmoon.schemas.lending import KvPart
 
 
 class Candidate(msgspec.Struct, kw_only=True):
@@ -63,9 +64,9 @@ class DecodeCandidate(msgspec.Struct, kw_only=True):
     sequences: int
     full: bool = False
     #: Who would hold the prompt's first segments, where the worker's own cache is too small; `blocks` are the others.
-    loans: list[Loan] = []
+    loans: list[KvPart] = []
     #: Who would hold its KV where the worker keeps none, and how many blocks each (of parts: all together).
-    cache: list[CachePlace] = []
+    cache: list[KvPart] = []
     cache_blocks: int = 0
     #: Of `tbt_ns`, what waits for attention elsewhere; in how many groups the batch takes turns (0: it does not).
     waits_ns: int = 0

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import Order, WorkerRecord
 from halfmoon.schemas.cost_profile import StepElsewhere
-from halfmoon.schemas.decisions import CachePlace, Loan
-from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.lending import KvPart
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "none": 1}
 #: Of a log-sum-exp.
@@ -25,8 +24,8 @@ class Row(NamedTuple):
     """A sequence of a batch: its context, and who has parts of it."""
 
     context_tokens: int
-    loans: list[Loan]
-    cache: list[CachePlace]
+    loans: list[KvPart]
+    cache: list[KvPart]
 
 
 class StepPrice(NamedTuple):
@@ -112,7 +111,7 @@ def step_elsewhere(state: State, worker: WorkerRecord, rows: list[Row]) -> StepE
     for row in rows:
         for place in row.cache:
             count, tokens, sent = asked.get(place.worker_id, (0, 0, 0))
-            mine = _tokens_at(worker.layout, place, row.context_tokens)
+            mine = place.size(row.context_tokens, worker.layout.segment_tokens)
             asked[place.worker_id] = count + 1, tokens + mine, sent + _row_bytes(worker, place, mine)
     found: list[StepElsewhere] = []
     layout = worker.layout
@@ -122,7 +121,7 @@ def step_elsewhere(state: State, worker: WorkerRecord, rows: list[Row]) -> StepE
             return None
         others = [one for one in map(state.orders.get, there.lent) if one is not None]
         theirs = [
-            _tokens_at(layout, place, one.decode.context_tokens)
+            place.size(one.decode.context_tokens, layout.segment_tokens)
             for one in others
             if one.decode_id != worker.worker_id
             for place in one.decode.cache
@@ -143,17 +142,15 @@ def step_elsewhere(state: State, worker: WorkerRecord, rows: list[Row]) -> StepE
     return max(found, key=lambda one: one.ns(1), default=None)
 
 
-def _tokens_at(layout: Layout, place: CachePlace, context_tokens: int) -> int:
-    """Those of a sequence that a place has."""
-    each = layout.segment_tokens
-    return place.segments * each or max(0, context_tokens - place.first_segment * each)
-
-
-def _row_bytes(worker: WorkerRecord, place: CachePlace, tokens: int) -> int:
+def _row_bytes(worker: WorkerRecord, place: KvPart, tokens: int) -> int:
     """A row's payload of a layer at a place that has so many of its tokens."""
     layout, query = worker.layout, worker.cost.query_row_bytes
     if not place.segments and not place.first_segment:
-        return (2 * query + layout.token_layer_bytes) * place.kv_heads // max(1, layout.kv_heads)
+        return (
+            (2 * query + layout.token_layer_bytes)
+            * len(place.heads(layout.kv_heads))
+            // max(1, layout.kv_heads)
+        )
     # By sequence a state of each segment comes back; new tokens go to the last place only.
     states = -(-tokens // layout.segment_tokens) * (query + _heads(worker) * _LSE_BYTES)
     return query + states + (0 if place.segments else layout.token_layer_bytes)

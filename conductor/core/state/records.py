@@ -14,8 +14,9 @@ import msgspec
 from halfmoon.conductor.core.state.correction import SeenPrefill, SeenSteps
 from halfmoon.conductor.core.state.cost import Fit
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import CachePlace, CacheSplit, LayerStage, Loan, Prediction
+from halfmoon.schemas.decisions import CacheSplit, LayerStage, Prediction
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.types import ExactNumerics
@@ -204,9 +205,9 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
         return elsewhere and self.cost.channel_trip_ns > 0 and self.cost.attention_token_ps > 0
 
 
-def loan_blocks(worker: WorkerRecord, loan: Loan) -> int:
-    """Blocks of a loan, in the layout of either end."""
-    return loan.segments * (worker.layout.segment_tokens // worker.block_tokens)
+def part_blocks(layout: Layout, part: KvPart, blocks: int = 0) -> int:
+    """Blocks of a part, of a request that has so many, in the layout of either end."""
+    return part.size(blocks, layout.segment_blocks)
 
 
 class StoreRecord(msgspec.Struct, kw_only=True):
@@ -250,7 +251,7 @@ class PendingMove(msgspec.Struct, kw_only=True):
     """Segments of an order on their way to a lender, where their room is booked."""
 
     plan_id: str
-    loan: Loan
+    loan: KvPart
     since_ns: int
 
 
@@ -287,11 +288,11 @@ class DecodeHalf(msgspec.Struct, kw_only=True):
     #: It has joined the batch.
     running: bool = False
     #: Who holds the prompt's first segments; the last `moved_loans` were made by moves.
-    loans: list[Loan] = []
+    loans: list[KvPart] = []
     moved_loans: int = 0
     move: PendingMove | None = None
     #: The attention workers that hold its KV, and the blocks that each has reserved for it (of parts: all together).
-    cache: list[CachePlace] = []
+    cache: list[KvPart] = []
     cache_blocks: int = 0
     #: The order whose cache it took over; who holds it may list it under that one's id.
     resumes: str = ""
@@ -352,7 +353,7 @@ def splits_of(orders: Iterable[Order]) -> dict[CacheSplit, int]:
     return dict(sorted(found.items()))
 
 
-def _split_of(cache: Sequence[CachePlace]) -> CacheSplit:
+def _split_of(cache: Sequence[KvPart]) -> CacheSplit:
     if any(place.segments for place in cache):
         return "sequence"
     return "heads" if len(cache) > 1 else "request"
