@@ -10,11 +10,12 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers import hold_points
-from halfmoon.workers.model.prompt_rows import PromptRows
+from halfmoon.workers.model.prompt_rows import LayerHooks, PromptRows
 from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.prefill.actions import ComputePrompt
 from halfmoon.workers.prefill.cache_window import CacheWindow
@@ -164,29 +165,29 @@ class PromptComputation:
         blocks = range(chunk.start // block_tokens, self._layout.blocks(chunk.stop))
         table = self._window.table(cache, blocks.start, len(blocks))
         tokens, last = prompt.token_ids[chunk.start : chunk.stop], chunk is prompt.chunks[-1]
-        after_layer = None if self._pool is None else self._store_layer(table, blocks)
+        hooks = LayerHooks(
+            before_layer=before_layer,
+            after_layer=None if self._pool is None else self._store_layer(table, blocks),
+            should_stop=lambda: self._stopped,
+        )
         if self._group is not None:
             logits = self._engine.prefill_stage(
                 PromptRows(tokens, chunk.start, table, want_logits=last, scores=self.scores),
                 self._layers,
                 self._rows_of(self._group),
-                before_layer=before_layer,
-                after_layer=after_layer,
-                should_stop=lambda: self._stopped,
+                hooks,
             )
         else:
             if elsewhere is not None:
                 elsewhere.segments = self._window.away(blocks.start)
+                hooks = replace(hooks, elsewhere=elsewhere if elsewhere.segments else None)
             logits = self._engine.prefill_chunk(
                 tokens,
                 chunk.start,
                 table,
-                before_layer=before_layer,
-                after_layer=after_layer,
                 want_logits=last,
-                should_stop=lambda: self._stopped,
-                elsewhere=elsewhere if elsewhere is not None and elsewhere.segments else None,
                 scores=self.scores,
+                hooks=hooks,
             )
         if self._stopped:
             raise OrderAborted(self.order_id)
