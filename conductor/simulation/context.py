@@ -16,7 +16,7 @@ from halfmoon.schemas.events import Event
 
 
 class Surroundings(Protocol):
-    """What workers tell and ask the world that they are in."""
+    """The world as its workers see it: they tell it and ask it."""
 
     def say(self, event: Event) -> None:
         """Appends an event to the log."""

@@ -24,7 +24,7 @@ from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import OrderUnknown
 from halfmoon.workers.model.prompt_rows import LayerHooks
 from halfmoon.workers.prefill.actions import ComputePrompt
-from halfmoon.workers.prefill.cache_window import CacheWindow
+from halfmoon.workers.prefill.cache_window import CacheWindow, PromptMemory
 from halfmoon.workers.prefill.computation import PromptComputation
 
 BLOCKS = 2
@@ -74,10 +74,9 @@ async def main(url: str, node_id: str) -> None:
     threads = ThreadPoolExecutor(1)
     computation = PromptComputation(
         prompt,
-        engine=Engine(),
-        pool=view,
-        layout=layout(),
-        window=CacheWindow(BLOCKS, room=BLOCKS, each=0),
+        PromptMemory(
+            engine=Engine(), pool=view, layout=layout(), window=CacheWindow(BLOCKS, room=BLOCKS, each=0)
+        ),
         copies=threads,
         tell=lambda _: None,
     )
