@@ -163,7 +163,7 @@ class HttpEdge:
             default = None if ask.chat else self._config.completion_max_tokens_default
             await answer.open(ask, traceparent=traceparent, max_tokens_default=default)
         except ApiError as error:
-            self._registry.refused(error, began_ns, chat=read is parse_chat, traceparent=traceparent)
+            self._registry.intake.refused(error, began_ns, chat=read is parse_chat, traceparent=traceparent)
             raise
         headers = {"x-request-id": named or answer.request_id}
         if traceparent:

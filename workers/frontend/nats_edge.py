@@ -120,7 +120,7 @@ class NatsEdge:
             ask = in_the_name_of(one_choice(read(msg.data)), tenant_of_subject(msg.subject))
         except ApiError as error:
             chat, traceparent = read is parse_chat, client_traceparent(msg)
-            self.registry.refused(error, started_ns, chat=chat, traceparent=traceparent)
+            self.registry.intake.refused(error, started_ns, chat=chat, traceparent=traceparent)
             self.refuse(endpoint, started_ns, msg.reply, error)
             return
         listener = NatsListener(self, endpoint, started_ns, msg, ask)
@@ -138,7 +138,7 @@ class NatsEdge:
             if error is INTERNAL:
                 log.exception("a request could not be opened")
             traceparent = listener.traceparent
-            self.registry.refused(error, listener.started_ns, chat=ask.chat, traceparent=traceparent)
+            self.registry.intake.refused(error, listener.started_ns, chat=ask.chat, traceparent=traceparent)
             self.refuse(listener.endpoint, listener.started_ns, listener.reply, error)
             return
         listener.request = request

@@ -92,7 +92,7 @@ class Exchanges:
             ask = in_the_name_of(dialect.parse(payload), tenant)
             opened = await self._registry.open(ask, listener, traceparent=traceparent)
         except ApiError as error:
-            self._registry.refused(error, began_ns, chat=True, traceparent=traceparent)
+            self._registry.intake.refused(error, began_ns, chat=True, traceparent=traceparent)
             raise dialect.named(error) from None
         listener.request = opened
         tokenizer, model = self._registry.tokenizer, self._registry.config.model
