@@ -9,7 +9,7 @@ import orjson
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError, PeerError
-from halfmoon.cli.api_client import ApiFailure, api_client
+from halfmoon.cli.client.api_client import ApiFailure, api_client
 from halfmoon.cli.options import add_bus, add_config, bus_config, existing_streams
 from halfmoon.schemas import subjects
 from halfmoon.schemas.replicas import Drained, DrainStore
