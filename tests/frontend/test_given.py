@@ -17,7 +17,7 @@ from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven, TokensSampled
 from halfmoon.workers import token_inbox
 from halfmoon.workers.frontend import token_exchange
-from halfmoon.workers.frontend.nats_service import settled
+from halfmoon.workers.frontend.edges.nats_service import settled
 from halfmoon.workers.token_inbox import TokenInbox
 from tests.eventually import BOUND_S, eventually
 

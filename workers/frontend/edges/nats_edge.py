@@ -31,14 +31,14 @@ from halfmoon.schemas.api.bodies import CancelBody, TokenizeBody
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, parse_chat, parse_completion
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
-from halfmoon.workers.frontend.last_words import LastWords
-from halfmoon.workers.frontend.nats_request import (
+from halfmoon.workers.frontend.edges.nats_request import (
     NatsListener,
     answer_too_large,
     client_traceparent,
     one_choice,
 )
-from halfmoon.workers.frontend.nats_service import MicroService, ServiceEndpoint, settled
+from halfmoon.workers.frontend.edges.nats_service import MicroService, ServiceEndpoint, settled
+from halfmoon.workers.frontend.last_words import LastWords
 from halfmoon.workers.frontend.open_request import OpenRequest
 from halfmoon.workers.frontend.prompts import INLINE_CHARACTERS_MAX
 from halfmoon.workers.frontend.registry import RequestRegistry
