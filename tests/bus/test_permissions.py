@@ -46,7 +46,7 @@ from halfmoon.schemas.events import (
     WorkerLeft,
 )
 from halfmoon.schemas.policy import Policy
-from halfmoon.store.agent.serve import VERBS
+from halfmoon.store.agent.serving.serve import VERBS
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.edges.nats_service import settled
 from halfmoon.workers.frontend.intake import new_request_id

@@ -24,13 +24,13 @@ from halfmoon.schemas import store as messages
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.policy import Layout
-from halfmoon.store.agent import serve
 from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.agent.open_tier import open_tier
 from halfmoon.store.agent.peers import sign
 from halfmoon.store.agent.processes import KnownProcesses
 from halfmoon.store.agent.release import release_order
 from halfmoon.store.agent.replicas import Replicator
+from halfmoon.store.agent.serving import serve
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import StoreError, from_code
 from halfmoon.store.pool.segment import Segment, segment_name

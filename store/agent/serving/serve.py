@@ -16,9 +16,9 @@ from halfmoon.schemas.types import Message
 from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.agent.processes import KnownProcesses
 from halfmoon.store.agent.replicas import Replicator
-from halfmoon.store.agent.serve_clients import ClientService
-from halfmoon.store.agent.serve_peers import PeerService
-from halfmoon.store.agent.serve_workers import WorkerService
+from halfmoon.store.agent.serving.serve_clients import ClientService
+from halfmoon.store.agent.serving.serve_peers import PeerService
+from halfmoon.store.agent.serving.serve_workers import WorkerService
 from halfmoon.store.agent.spans import traced
 from halfmoon.store.errors import StoreError
 
