@@ -84,7 +84,7 @@ FAULTS = {
         "tests/bus/test_bus.py",
     ),
     "an event in another's name is believed": Fault(
-        "schemas/authors.py",
+        "schemas/contract/authors.py",
         "    return not field or source_id == subjects.SUPERVISOR or getattr(event, field) == source_id",
         "    return True",
         "tests/bus/test_permissions.py tests/bus/test_bus.py",

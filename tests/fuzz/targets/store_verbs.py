@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from halfmoon.bus.errors import PeerError, PeerUnreachable
-from halfmoon.schemas import replicas as copies
 from halfmoon.schemas import store as messages
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.events import Endpoint
@@ -134,7 +133,7 @@ def _answer(draw: random.Random) -> dict[str, Any]:
     """What another agent says: mostly a genuine hello and answers of the right kind."""
     kinds: list[type[Any]] = [
         messages.Leased, messages.Leased, messages.Reserved, messages.Reserved, messages.Probed, messages.Removed,
-        messages.StoreStatus, messages.Done, copies.Replicated, messages.LeaseEnded, messages.Pushed,
+        messages.StoreStatus, messages.Done, messages.Replicated, messages.LeaseEnded, messages.Pushed,
     ]  # fmt: skip
     if draw.random() < 0.4:
         return {"type": "Hello", "node_id": draw.choice(OTHERS), "incarnation": draw.choice("ab")}
