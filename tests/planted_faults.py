@@ -72,8 +72,8 @@ FAULTS = {
     ),
     "a layer is announced before its bytes are there": Fault(
         "store/agent/push.py",
-        "            await self._transport.write(self._peer, items, call)\n",
-        "            late = asyncio.create_task(self._transport.write(self._peer, items, call))\n"
+        "            await self._target.transport.write(self._target.peer, items, call)\n",
+        "            late = asyncio.create_task(self._target.transport.write(self._target.peer, items, call))\n"
         "            late.add_done_callback(lambda done: done.exception())\n",
         "tests/store/test_agent.py tests/store/test_failures.py",
     ),
