@@ -147,6 +147,17 @@ def test_control_tokens_are_text_where_that_is_asked_for(tokenizer: Tokenizer) -
     assert listener.text == "One"  # a stop string may be in its name
 
 
+@pytest.mark.parametrize("included", [False, True])
+def test_a_stop_token_of_the_request_is_no_text_unless_that_is_asked_for(
+    tokenizer: Tokenizer, included: bool
+) -> None:
+    *ids, stop = tokenizer.encode("One two")
+    request, listener = opened(tokenizer, include_stop=included, stop_token_ids=[stop])
+    deliver(request, 0, [*ids, stop], "stop")
+    assert listener.text == ("One two" if included else tokenizer.decode(ids))
+    assert request.stop_reason == stop
+
+
 def test_characters_of_several_tokens_are_never_split(tokenizer: Tokenizer) -> None:
     request, listener = opened(tokenizer)
     ids = tokenizer.encode(ANSWER)
