@@ -184,7 +184,7 @@ test-observability: $(DEV_STAMP)
 	HALFMOON_TEST_OBSERVABILITY=1 $(BIN)/python -m pytest tests/observability $(ARGS)
 
 docs: $(RUN_STAMP)
-	$(BIN)/python -m halfmoon.schemas.asyncapi docs/asyncapi.json
+	$(BIN)/python -m halfmoon.schemas.contract.asyncapi docs/asyncapi.json
 	$(BIN)/python benchmarks/figures.py
 
 AUDIT := build/audit/bin

@@ -26,7 +26,7 @@ from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import load_model
 from halfmoon.workers.model.segments import segment_tokens
 from halfmoon.workers.prefill.actions import ComputePrompt
-from halfmoon.workers.prefill.cache_window import CacheWindow
+from halfmoon.workers.prefill.cache_window import CacheWindow, PromptMemory
 from halfmoon.workers.prefill.computation import PromptComputation
 
 BLOCK_TOKENS = 256
@@ -65,7 +65,10 @@ def prefilled(
     )
     window = CacheWindow(BLOCKS, room=room, each=SEGMENT // BLOCK_TOKENS)
     computation = PromptComputation(
-        prompt, engine=engine, pool=pool, layout=layout, window=window, copies=copies, tell=lambda _: None
+        prompt,
+        PromptMemory(engine=engine, pool=pool, layout=layout, window=window),
+        copies=copies,
+        tell=lambda _: None,
     )
     started = time.process_time()
     logits: Any = computation.run(list(range(window.blocks)))

@@ -18,6 +18,7 @@ from typing import Any
 from clusters import ROOT, finish, parsed, parser
 
 from benchmarks.papers.plots import curves
+from halfmoon.conductor.simulation.options import RunOptions
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import copies, read_trace
@@ -44,7 +45,7 @@ def measure(workers: int, requests: int) -> dict[str, Any]:
             )
 
     cluster, policy = ClusterShape(prefill=workers // 2, decode=workers // 2), Policy(tbt_slo_ns=10**8)
-    report = simulate(arrivals, cluster, policy, LLAMA3_A800, progress=progress)
+    report = simulate(arrivals, cluster, policy, LLAMA3_A800, RunOptions(progress=progress))
     took = time.process_time() - began
     return {
         "workers": workers,

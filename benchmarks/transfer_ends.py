@@ -34,7 +34,7 @@ from halfmoon.store.pool.guard import PoolGuard
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.segment import Geometry, PoolView, Segment, host_id, segment_name
 from halfmoon.store.pool.slots import Owner
-from halfmoon.store.transports.base import Call, Peer, Slice, Transport
+from halfmoon.store.transports.base import Call, Peer, ServedPool, Slice, Transport
 from halfmoon.store.transports.shm import ShmTransport
 from halfmoon.store.transports.tcp.transport import TcpTransport
 
@@ -333,14 +333,8 @@ class End:
         self.tcp: TcpTransport | None = None
         self.transport: Transport = ShmTransport(self.view, ThreadPoolExecutor(2), host=host_id())
         if kind != "shm":
-            self.transport = self.tcp = TcpTransport(
-                self.view,
-                self.guard,
-                self.config.tcp_options,
-                incarnation=node_id,
-                host=host_id(),
-                counters=Counter(),
-            )
+            pool = ServedPool(view=self.view, access=self.guard, incarnation=node_id, counters=Counter())
+            self.transport = self.tcp = TcpTransport(pool, self.config.tcp_options, host=host_id())
             self.tcp.start()
         self.hello = Hello(
             node_id=node_id,

@@ -32,8 +32,8 @@ from halfmoon.bus.streams import StreamKeeper, StreamLimits
 from halfmoon.bus.tail import StreamTail
 from halfmoon.bus.tasks import end_tasks, within
 from halfmoon.schemas import subjects
-from halfmoon.schemas.authors import kv_author, names_itself, said_by
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
+from halfmoon.schemas.contract.authors import kv_author, names_itself, said_by
 from halfmoon.schemas.decisions import Decision, Ordered, StartDecode, StartMixed, StartPrefill
 from halfmoon.schemas.events import EVENT_TYPES, Event, Stamped
 from halfmoon.schemas.kv import KvMessage

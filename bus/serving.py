@@ -14,8 +14,8 @@ from typing import Any
 from halfmoon.bus.client import DirectClient
 from halfmoon.bus.errors import PeerError
 from halfmoon.bus.wire import reply_subject
-from halfmoon.schemas.authors import names_itself
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
+from halfmoon.schemas.contract.authors import names_itself
 from halfmoon.schemas.tokens import ProcessError
 from halfmoon.schemas.types import Message
 

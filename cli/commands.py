@@ -22,8 +22,8 @@ class Command:
 
 COMMANDS = (
     Command("up", "halfmoon.cli.up", "a whole cluster on this machine"),
-    Command("generate", "halfmoon.cli.generate", "continue a text"),
-    Command("chat", "halfmoon.cli.chat", "talk to the model"),
+    Command("generate", "halfmoon.cli.client.generate", "continue a text"),
+    Command("chat", "halfmoon.cli.client.chat", "talk to the model"),
     Command("status", "halfmoon.cli.status", "how the cluster is"),
     Command("bench", "halfmoon.cli.bench.command", "a load on a live cluster, and what its clients saw"),
     Command("events", "halfmoon.cli.events", "the event log: save, tail, show"),

@@ -9,10 +9,10 @@ import orjson
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError, PeerError
-from halfmoon.cli.api_client import ApiFailure, api_client
+from halfmoon.cli.client.api_client import ApiFailure, api_client
 from halfmoon.cli.options import add_bus, add_config, bus_config, existing_streams
 from halfmoon.schemas import subjects
-from halfmoon.schemas.replicas import Drained, DrainStore
+from halfmoon.schemas.store import Drained, DrainStore
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.cli.api_client import ApiFailure, api_client
+from halfmoon.cli.client.api_client import ApiFailure, api_client
 from halfmoon.cli.options import add_bus, add_config
 
 WATCH_S = 1.0

@@ -427,3 +427,39 @@ class QueuePair(Message, frozen=True):
     #: The receiver's queue pairs that this agent still uses; its others for this agent can go.
     still: Annotated[list[Count], Meta(max_length=1024)] = []
     proof: str = ""
+
+
+# --- copies, for programs, operators and other agents -----------------------------------------------------------
+
+
+class Replicate(Message, frozen=True):
+    """Verb `replicate`: hold copies of these blocks. With `move` the source forgets its own when nobody holds them."""
+
+    block_keys: BlockKeys
+    source_node_id: Id
+    #: Of the blocks' tenant.
+    mark: Mark = ""
+    move: bool = False
+    #: Ahead of need: the first to go until it is read.
+    spare: bool = False
+
+
+class Replicated(Message, frozen=True):
+    """`blocks` were copied (those that were here already are not counted). With `full` there was no room for more."""
+
+    blocks: Blocks
+    full: bool = False
+
+
+class DrainStore(Message, frozen=True):
+    """Verb `drain`: hand the blocks that only you hold to these nodes, as far as there is room, then leave."""
+
+    target_node_ids: list[Id]
+
+
+class Drained(Message, frozen=True):
+    """Blocks that were handed over, those that another node held already, and those that go with this node."""
+
+    moved: Blocks
+    elsewhere: Blocks
+    left: Blocks

@@ -72,8 +72,8 @@ FAULTS = {
     ),
     "a layer is announced before its bytes are there": Fault(
         "store/agent/push.py",
-        "            await self._transport.write(self._peer, items, call)\n",
-        "            late = asyncio.create_task(self._transport.write(self._peer, items, call))\n"
+        "            await self._target.transport.write(self._target.peer, items, call)\n",
+        "            late = asyncio.create_task(self._target.transport.write(self._target.peer, items, call))\n"
         "            late.add_done_callback(lambda done: done.exception())\n",
         "tests/store/test_agent.py tests/store/test_failures.py",
     ),
@@ -84,7 +84,7 @@ FAULTS = {
         "tests/bus/test_bus.py",
     ),
     "an event in another's name is believed": Fault(
-        "schemas/authors.py",
+        "schemas/contract/authors.py",
         "    return not field or source_id == subjects.SUPERVISOR or getattr(event, field) == source_id",
         "    return True",
         "tests/bus/test_permissions.py tests/bus/test_bus.py",

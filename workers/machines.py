@@ -27,7 +27,24 @@ from halfmoon.schemas.events import (
     RequestFinished,
     StageFinished,
 )
+from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import TakeReply
+
+
+class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker that a machine decides for: who it is, and what it has. None of it changes in its life."""
+
+    worker_id: str
+    incarnation: str
+    node_id: str = ""
+    layout: Layout
+    #: Blocks of the engine's own paged cache.
+    kv_blocks: int
+    #: KV comes and goes through the node's pool; an engine that computes nothing has none.
+    has_store: bool = True
+    #: The model's end tokens.
+    eos_ids: frozenset[int] = frozenset()
+
 
 # --- events -------------------------------------------------------------------------------------------------
 

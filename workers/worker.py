@@ -11,7 +11,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict, TypeVar
@@ -32,7 +32,7 @@ from halfmoon.store.channels.hello import ChannelHello
 from halfmoon.store.channels.options import ChannelOptions
 from halfmoon.workers import hold_points
 from halfmoon.workers.kept_profile import ProfileCheck
-from halfmoon.workers.machines import TakeTokens, TokensTaken
+from halfmoon.workers.machines import TakeTokens, TokensTaken, WorkerFacts
 from halfmoon.workers.token_inbox import TokenInbox
 from halfmoon.workers.worker_metrics import WorkerMetrics
 
@@ -151,6 +151,19 @@ class Worker(ABC):
         self.failed: asyncio.Future[None] = self._loop.create_future()
         #: Gets the role that the process is to take when this worker has left.
         self.next_role: asyncio.Future[WorkerRole] = self._loop.create_future()
+
+    def facts(self, eos_ids: Iterable[int] = ()) -> WorkerFacts:
+        """For its machine. `eos_ids`: the model's end tokens, for a worker that decodes."""
+        config = self.config
+        return WorkerFacts(
+            worker_id=config.worker_id,
+            incarnation=self.incarnation,
+            node_id=config.node_id,
+            layout=config.layout,
+            kv_blocks=config.kv_blocks,
+            has_store=self.store is not None,
+            eos_ids=frozenset(eos_ids),
+        )
 
     # --- life -----------------------------------------------------------------------------------------------
 

@@ -25,10 +25,10 @@ from benchmarks.papers.mixed import SimulatedMixed, SimulatedMixedRequest
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.conductor.simulation.report import Objectives, SimulationReport, summarise
+from halfmoon.conductor.simulation.report import LoadSample, Objectives, SimulationReport, summarise
 from halfmoon.conductor.simulation.simulate import SAMPLE_NS_MIN, SAMPLES
 from halfmoon.conductor.simulation.trace import Arrival, faster
-from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible, LoadSample
+from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.batch_former import BatchFormer, Batching, BlockRoom
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
@@ -14,6 +13,7 @@ from benchmarks.papers.infinite_llm import Lending, simulate_infinite_llm
 from benchmarks.papers.lamina import simulate_lamina
 from benchmarks.papers.options import add_devices, add_lending, deployment_of, lending_of
 from benchmarks.papers.report import table
+from halfmoon.conductor.simulation.options import AS_RECORDED, RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
@@ -45,18 +45,20 @@ def simulated(
     arrivals: Sequence[Arrival],
     cluster: ClusterShape,
     profile: Profile,
-    **how: Any,
+    run: RunOptions,
+    outcomes: dict[str, Outcome] | None,
 ) -> SimulationReport:
-    """As the options say, which are not those of halfmoon. `how`: as of `run_system`."""
+    """As the options say, which are not those of halfmoon."""
     return run_system(
         args.system,
         arrivals,
         msgspec.structs.replace(cluster, chunk_tokens=args.chunk_tokens),
         Policy(),
         profile,
+        run,
+        outcomes=outcomes,
         deployment=deployment_of(args, arrivals) if args.system == "lamina" else None,
         lending=lending_of(args),
-        **how,
     )
 
 
@@ -66,13 +68,8 @@ def run_system(
     cluster: ClusterShape,
     policy: Policy,
     profile: Profile,
+    run: RunOptions = AS_RECORDED,
     *,
-    seed: int = 0,
-    speed: float = 1.0,
-    noise_percent: int = 0,
-    cost_times: Sequence[tuple[int, float]] = (),
-    slo: Objectives | None = None,
-    progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Outcome] | None = None,
     deployment: Deployment | None = None,
     lending: Lending | None = None,
@@ -81,11 +78,11 @@ def run_system(
 
     `lamina` runs on `deployment`, not on cluster and profile; `infinite-llm` on the decode workers, without prefill.
     """
-    slo = slo or Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns)
+    slo = run.slo or Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns)
     if system == "lamina":
         assert deployment is not None, "lamina needs devices"
         return simulate_lamina(
-            arrivals, deployment, slo=slo, speed=speed, progress=progress, outcomes=outcomes
+            arrivals, deployment, slo=slo, speed=run.speed, progress=run.progress, outcomes=outcomes
         )
     if system == "infinite-llm":
         block_tokens = cluster.block_tokens
@@ -97,8 +94,8 @@ def run_system(
             profile,
             lending=lending or Lending(),
             slo=slo,
-            speed=speed,
-            progress=progress,
+            speed=run.speed,
+            progress=run.progress,
             outcomes=outcomes,
         )
     if system in COLOCATED:
@@ -108,10 +105,10 @@ def run_system(
             cluster,
             profile,
             slo=slo,
-            seed=seed,
-            speed=speed,
-            noise_percent=noise_percent,
-            progress=progress,
+            seed=run.seed,
+            speed=run.speed,
+            noise_percent=run.noise_percent,
+            progress=run.progress,
             outcomes=outcomes,
         )
     return simulate(
@@ -119,11 +116,6 @@ def run_system(
         cluster,
         policy,
         profile,
-        seed=seed,
-        speed=speed,
-        noise_percent=noise_percent,
-        cost_times=cost_times,
-        slo=slo,
-        progress=progress,
+        msgspec.structs.replace(run, slo=slo),
         outcomes=outcomes,
     )

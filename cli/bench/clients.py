@@ -22,8 +22,8 @@ from halfmoon.bus.client import DirectClient, header, status
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.errors import BusUnreachable
 from halfmoon.bus.tasks import within
-from halfmoon.cli.api_client import SILENCE_S_MAX
 from halfmoon.cli.bench.workload import Planned
+from halfmoon.cli.client.api_client import SILENCE_S_MAX
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import RejectReason

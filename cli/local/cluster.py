@@ -22,7 +22,7 @@ from halfmoon.cli import model as models
 from halfmoon.cli.local.credentials import credentials_of, make_credentials
 from halfmoon.cli.local.flags import DRAIN_S, process_flags, secret_environment, worker_flags
 from halfmoon.cli.local.forked import ForkServer
-from halfmoon.cli.local.log_server import LogServer
+from halfmoon.cli.local.log_server import LogServer, begin_log
 from halfmoon.cli.local.ports import port_or_free, wanted_port
 from halfmoon.cli.local.supervisor import Child, Supervisor
 from halfmoon.cli.metrics import Targets
@@ -34,8 +34,6 @@ from halfmoon.cli.options import (
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.attention import check_attention, decode_attention
 from halfmoon.cli.processes.options import policy_of
-from halfmoon.conductor.live.bootstrap import bootstrap_core
-from halfmoon.conductor.log_reading import LogUnreadable
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import (
     ClusterConfigured,
@@ -130,10 +128,8 @@ class LocalCluster:
             self.server_watcher = asyncio.create_task(self.log_server.run(self.bus))
         after = await self.bus.last_seq()
         watcher = asyncio.create_task(self._watch(after))
-        try:  # before anybody joins: conductors read the log from its ClusterConfigured on
-            await bootstrap_core(self.bus, "up", policy_of(args))
-        except LogUnreadable as problem:
-            raise OptionInvalid(str(problem)) from None
+        # Before anybody joins: conductors read the log from its ClusterConfigured on.
+        await begin_log(self.bus, policy_of(args))
         expected = await self._start_children(layout)
         self.say(f"starting {len(self.supervisor.children)} processes; the model is {layout.model}")
         await self._all_joined(expected, watcher)

@@ -18,8 +18,12 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.bus.errors import BusError, BusUnreachable
 from halfmoon.bus.tasks import end_tasks
+from halfmoon.cli.options import OptionInvalid
+from halfmoon.conductor.live.bootstrap import bootstrap_core
+from halfmoon.conductor.log_reading import LogUnreadable
 from halfmoon.schemas import subjects
 from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 
 #: Between two looks at nats-server.
@@ -34,6 +38,16 @@ UNSTORED_S = 10.0
 TRIAL_S = 20.0
 #: With less than this, writing has failed or is about to.
 FULL_BYTES = 1 << 20
+
+
+async def begin_log(bus: Bus, policy: Policy) -> None:
+    """Appends its first event, which says `policy`, where there is none. Raises OptionInvalid for a log that cannot be
+    read, and BusError.
+    """
+    try:
+        await bootstrap_core(bus, "up", policy)
+    except LogUnreadable as problem:
+        raise OptionInvalid(str(problem)) from None
 
 
 class LogServer:

@@ -184,7 +184,7 @@ async def _work(
     profile: CostProfile,
     stop: asyncio.Event,
 ) -> None:
-    from halfmoon.workers.adapters.worker import AdapterMetrics, AdapterWorker
+    from halfmoon.workers.adapters.worker import AdaptedModel, AdapterMetrics, AdapterWorker
     from halfmoon.workers.worker import WorkerConfig
 
     tracing = start_tracing(args, "mixed", args.id)
@@ -203,9 +203,7 @@ async def _work(
             batch_max=args.engine_batch_max,
             token_budget=args.engine_token_budget,
         ),
-        engine_model=facts.model,
-        vocabulary=config.vocab,
-        eos_ids=frozenset(config.eos_token_ids),
+        AdaptedModel(facts.model, config.vocab, frozenset(config.eos_token_ids)),
     )
     worker.tracing = tracing
     await worker.start()

@@ -71,7 +71,7 @@ async def run(args: argparse.Namespace) -> int:
         drain_ns_max=int(args.drain_s * SECOND_NS),
     )
     frontend = Frontend(bus, config, tokenizer, layout)
-    frontend.registry.tracing = tracing
+    frontend.registry.intake.tracing = tracing
     await frontend.start()
     say(f"frontend {args.id}: {frontend.http_url}")
     try:

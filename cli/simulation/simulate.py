@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.cli.simulation.checkout import papers
+from halfmoon.conductor.simulation.options import RunOptions
 from halfmoon.conductor.simulation.profiles import ALIASES, PROFILES, load_profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.simulate import simulate
@@ -158,19 +159,19 @@ def simulated(
     if not 1 <= args.prefill_group <= 64:
         raise OptionInvalid(f"--prefill-group {args.prefill_group}: 1 to 64")
     policy = policy_of(args)
-    how: dict[str, Any] = {
-        "seed": args.seed,
-        "speed": speed,
-        "noise_percent": args.noise_percent,
-        "slo": Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns),
-        "progress": progress,
-        "outcomes": outcomes,
-    }
+    run = RunOptions(
+        seed=args.seed,
+        speed=speed,
+        noise_percent=args.noise_percent,
+        cost_times=cost_times(args.cost_times),
+        slo=Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns),
+        progress=progress,
+    )
     cluster, profile = cluster or cluster_of(args), load_profile(args.profile)
     if (others := _others(args)) is not None:
-        report: SimulationReport = others.simulated(args, arrivals, cluster, profile, **how)
+        report: SimulationReport = others.simulated(args, arrivals, cluster, profile, run, outcomes)
         return report
-    return simulate(arrivals, cluster, policy, profile, cost_times=cost_times(args.cost_times), **how)
+    return simulate(arrivals, cluster, policy, profile, run, outcomes=outcomes)
 
 
 def _others(args: argparse.Namespace) -> Any:

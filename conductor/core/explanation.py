@@ -17,8 +17,8 @@ from halfmoon.conductor.core.objectives import limit_ns, slo_ns
 from halfmoon.conductor.core.placement.candidates import candidates, decode_candidates, fits
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate, mixed_candidates
-from halfmoon.conductor.core.placement.policies import POLICIES, Least
 from halfmoon.conductor.core.placement.part_choice import free_blocks
+from halfmoon.conductor.core.placement.policies import POLICIES, Least
 from halfmoon.conductor.core.placement.prefix_match import match_prefix
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.cost import answer_class, expected_tokens

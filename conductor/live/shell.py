@@ -107,6 +107,8 @@ class Shell:
         self._tracing = tracing
         self._after = core.seq if after is None else after
         self.caught_up = asyncio.Event()
+        #: Sees every event with its decisions.
+        self.after_step: Callable[[Stamped, list[Decision]], None] | None = None
         self.tally = Tally()
         self._bus = bus
         self._conductor_id = conductor_id
@@ -121,7 +123,7 @@ class Shell:
             bus, core, conductor_id=conductor_id, incarnation=uuid.uuid4().hex[:16]
         )
 
-    async def run(self, *, after_step: Callable[[Stamped, list[Decision]], None] | None) -> None:
+    async def run(self) -> None:
         last = await self._bus.last_decision()
         if last is not None:
             self._published = (last.cause_seq, last.position)
@@ -129,7 +131,7 @@ class Shell:
             await self._bus.serve(subjects.status(name), StatusRequest, self._status)
         await self.view_service.serve()
         timers = asyncio.create_task(self._fire_timers())
-        following = asyncio.create_task(self._follow(after_step))
+        following = asyncio.create_task(self._follow())
         try:
             done, _ = await asyncio.wait(
                 {following, timers, self._digests.failed}, return_when=asyncio.FIRST_COMPLETED
@@ -140,17 +142,15 @@ class Shell:
             await end_tasks([following, timers])
             await self._digests.stop()
 
-    async def _follow(self, after_step: Callable[[Stamped, list[Decision]], None] | None) -> None:
+    async def _follow(self) -> None:
         # The log's last message may be no event, and nothing need come behind it.
         goal = await self._bus.last_seq()
-        await self._read(self._bus.events(after=self._after, last=goal), after_step)
+        await self._read(self._bus.events(after=self._after, last=goal))
         self._catch_up()
         after = max(self._after, self.core.seq, goal)
-        await self._read(self._bus.events(after=after), after_step)
+        await self._read(self._bus.events(after=after))
 
-    async def _read(
-        self, events: AsyncIterator[Stamped], after_step: Callable[[Stamped, list[Decision]], None] | None
-    ) -> None:
+    async def _read(self, events: AsyncIterator[Stamped]) -> None:
         turn = 0
         async for stamped in events:
             event, before = stamped.event, self.core.seq
@@ -177,8 +177,8 @@ class Shell:
             every = self.core.state.policy.digest_events
             if stamped.seq // every > before // every:
                 self._digests.compute(live=live)
-            if after_step is not None:
-                after_step(stamped, decisions)
+            if self.after_step is not None:
+                self.after_step(stamped, decisions)
             turn += 1
             if turn % TURN_EVENTS == 0:
                 await asyncio.sleep(0)
@@ -249,18 +249,17 @@ async def run(
     conductor_id: str,
     policy: Policy,
     checked: bool = False,
-    after_step: Callable[[Stamped, list[Decision]], None] | None = None,
     started: Callable[[Shell], None] | None = None,
     tracing: Tracing | None = None,
 ) -> None:
     """Conduct until cancelled, or until the bus is closed.
 
-    `policy` counts only when the log is empty. `after_step` sees every event with its decisions; `started` is given the
-    shell, to wait for `caught_up`. Raises LogUnreadable, Diverged (this conductor is to stop deciding), and
-    BusError when the bus does not answer at the start.
+    `policy` counts only when the log is empty. `started` is given the shell, to wait for `caught_up` or to set
+    `after_step`. Raises LogUnreadable, Diverged (this conductor is to stop deciding), and BusError when the bus does
+    not answer at the start.
     """
     core, after = await bootstrap_core(bus, conductor_id, policy, checked=checked)
     shell = Shell(bus, core, conductor_id=conductor_id, after=after, tracing=tracing)
     if started is not None:
         started(shell)
-    await shell.run(after_step=after_step)
+    await shell.run()

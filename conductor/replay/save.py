@@ -29,8 +29,8 @@ from halfmoon.conductor.replay.logfile import (
     SnapshotLine,
 )
 from halfmoon.schemas import subjects
-from halfmoon.schemas.authors import kv_author, said_by
 from halfmoon.schemas.codec import MessageInvalid, decode
+from halfmoon.schemas.contract.authors import kv_author, said_by
 from halfmoon.schemas.decisions import Ordered
 from halfmoon.schemas.events import ClusterConfigured, Event
 from halfmoon.schemas.kv import KvLoaded, KvReady, TransferFailed

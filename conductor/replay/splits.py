@@ -10,6 +10,7 @@ import msgspec
 
 from halfmoon.conductor.replay.whatif import Recorded
 from halfmoon.conductor.simulation.capacity import HELD_MIN
+from halfmoon.conductor.simulation.options import RunOptions
 from halfmoon.conductor.simulation.report import Objectives
 from halfmoon.conductor.simulation.simulate import simulate
 
@@ -54,9 +55,7 @@ def split_of(run: Recorded, prefill: int, decode: int, slo: Objectives, speed: f
         msgspec.structs.replace(run.cluster, prefill=prefill, decode=decode),
         msgspec.structs.replace(run.policy, elastic="off", ttft_slo_ns=slo.ttft_ns, tbt_slo_ns=slo.tbt_ns),
         run.profile,
-        seed=run.policy.seed,
-        speed=speed,
-        slo=slo,
+        RunOptions(seed=run.policy.seed, speed=speed, slo=slo),
     )
     if not report.complete:
         raise KeyboardInterrupt  # half a run says nothing about the whole

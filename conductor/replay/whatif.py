@@ -22,6 +22,7 @@ from halfmoon.conductor.replay.explain import table
 from halfmoon.conductor.replay.histories import RequestHistories, RequestHistory
 from halfmoon.conductor.replay.logfile import EventLine
 from halfmoon.conductor.replay.verify import Replay
+from halfmoon.conductor.simulation.options import RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport, summarise
@@ -72,7 +73,13 @@ def compare(recorded: Recorded, policy: Policy) -> Comparison:
     """Simulates twice. Raises ConfigurationImpossible."""
     slo = Objectives(ttft_ns=recorded.policy.ttft_slo_ns, tbt_ns=recorded.policy.tbt_slo_ns)
     was, other = (
-        simulate(recorded.arrivals, recorded.cluster, wanted, recorded.profile, seed=wanted.seed, slo=slo)
+        simulate(
+            recorded.arrivals,
+            recorded.cluster,
+            wanted,
+            recorded.profile,
+            RunOptions(seed=wanted.seed, slo=slo),
+        )
         for wanted in (recorded.policy, policy)
     )
     return Comparison(

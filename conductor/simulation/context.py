@@ -5,7 +5,7 @@ The world makes one and fills it; workers know nothing else of the world.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.network import Network
@@ -15,8 +15,21 @@ from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.schemas.events import Event
 
 
+class Surroundings(Protocol):
+    """The world as its workers see it: they tell it and ask it."""
+
+    def say(self, event: Event) -> None:
+        """Appends an event to the log."""
+
+    def ended(self, request_id: str, end: str) -> None:
+        """Notes the end of a request."""
+
+    def keys(self, request_id: str) -> list[bytes]:
+        """Block keys of a request."""
+
+
 class SimulationContext:
-    """`say` appends an event to the log, `ended` notes the end of a request, `keys` gives its block keys."""
+    """See the module. `say`, `ended` and `keys` are the world's."""
 
     def __init__(
         self,
@@ -24,20 +37,16 @@ class SimulationContext:
         clock: Clock,
         network: Network,
         outcomes: dict[str, Outcome],
+        world: Surroundings,
         *,
         block_tokens: int,
-        say: Callable[[Event], None],
-        ended: Callable[[str, str], None],
-        keys: Callable[[str], list[bytes]],
     ) -> None:
         self.profile = profile
         self.clock = clock
         self.network = network
         self.block_tokens = block_tokens
         self.block_bytes = profile.layout(block_tokens).block_bytes
-        self.say = say
-        self.ended = ended
-        self.keys = keys
+        self.say, self.ended, self.keys = world.say, world.ended, world.keys
         #: By request and by node id.
         self.outcomes = outcomes
         self.nodes: dict[str, Node] = {}

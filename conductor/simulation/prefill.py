@@ -229,9 +229,7 @@ class SimulatedPrefill:
         found = stage_times(
             context.profile,
             order.stages,
-            order.prompt_tokens,
-            used,
-            order.chunk_tokens,
+            range(used, order.prompt_tokens, order.chunk_tokens),
             link_bytes_s=context.network.bytes_s,
             times=times,
         )

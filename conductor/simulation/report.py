@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from halfmoon.conductor.simulation.outcomes import Outcome
-from halfmoon.conductor.simulation.world import LoadSample
 from halfmoon.schemas.numbers import MS_NS
 
 
@@ -29,6 +28,19 @@ class Percentiles(msgspec.Struct, frozen=True):
     p50: float = 0.0
     p90: float = 0.0
     p99: float = 0.0
+
+
+class LoadSample(msgspec.Struct):
+    """Both pools at one time: predicted queue over TTFT SLO, step over TBT SLO (means), and sizes."""
+
+    at_ns: int
+    prefill_load: float
+    decode_load: float
+    queued: int
+    running: int
+    #: Workers of each role.
+    prefill: int = 0
+    decode: int = 0
 
 
 class SimulationReport(msgspec.Struct, kw_only=True):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
 
+from halfmoon.conductor.simulation.options import AS_RECORDED, RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport, summarise
@@ -42,37 +43,26 @@ def simulate(
     cluster: ClusterShape,
     policy: Policy,
     profile: Profile,
+    run: RunOptions = AS_RECORDED,
     *,
-    seed: int = 0,
-    speed: float = 1.0,
-    noise_percent: int = 0,
-    cost_times: Sequence[tuple[int, float]] = (),
-    slo: Objectives | None = None,
-    progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Outcome] | None = None,
 ) -> SimulationReport:
-    """Disaggregated serving under the core: `arrivals` (by time) `speed` times as fast.
-
-    `seed` draws the `random` policy's choices and, with `noise_percent`, how much computations differ from the profile;
-    `cost_times` see Clock.
-    `slo` is what is counted (default: the policy's). `outcomes` is filled with what became of each request. Raises
-    ConfigurationImpossible.
+    """Disaggregated serving of `arrivals` (by time) under the core. `outcomes` is filled with what became of each
+    request. Raises ConfigurationImpossible.
     """
     began = time.perf_counter()
-    slo = slo or Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns)
+    slo = run.slo or Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns)
     world = World(
         cluster,
-        msgspec.structs.replace(policy, seed=seed),
+        msgspec.structs.replace(policy, seed=run.seed),
         profile,
-        seed=seed,
-        noise_percent=noise_percent,
-        cost_times=cost_times,
+        run,
         outcomes=outcomes,
     )
-    paced = faster(arrivals, speed)
+    paced = faster(arrivals, run.speed)
     sample_ns = max((paced[-1].at_ns - paced[0].at_ns) // SAMPLES, SAMPLE_NS_MIN) if paced else 1
     with _memory_settled():
-        complete = world.run(paced, sample_ns=sample_ns, progress=progress)
+        complete = world.run(paced, sample_ns=sample_ns, progress=run.progress)
     end_ns = world.clock.now_ns
     prefill_ns = world.prefill_ns + sum(worker.compute_ns for worker in world.prefill_workers.values())
     decode_ns = world.decode_ns + sum(worker.busy_ns for worker in world.decode_workers.values())
@@ -83,8 +73,8 @@ def simulate(
         profile=profile.name,
         prefill=cluster.prefill,
         decode=cluster.decode,
-        speed=speed,
-        seed=seed,
+        speed=run.speed,
+        seed=run.seed,
         complete=complete,
         slo=slo,
         prefill_gpu_s=round(prefill_ns / 1e9, 6),

@@ -28,14 +28,14 @@ class StageTimes(msgspec.Struct, frozen=True, kw_only=True):
 def stage_times(
     profile: Profile,
     stages: Sequence[LayerStage],
-    prompt_tokens: int,
-    cached_tokens: int,
-    chunk_tokens: int,
+    chunks: range,
     *,
     link_bytes_s: int,
     times: float = 1.0,
 ) -> StageTimes:
-    """`times`: of the profile's, for noise."""
+    """`chunks`: from the cached tokens to the prompt's end, by the tokens of a chunk. `times`: of the profile's, for
+    noise.
+    """
     layers = sum(stage.layers for stage in stages)
     assert layers == profile.layers, (layers, profile.name)
     cost, layer_bytes = profile.cost, profile.token_bytes // profile.layers
@@ -50,11 +50,11 @@ def stage_times(
     moved = 0
     came_ns = [0] * len(stages)
     for place, stage in enumerate(stages[:-1]):
-        prefix = cached_tokens * stage.layers * layer_bytes
+        prefix = chunks.start * stage.layers * layer_bytes
         moved += prefix
         ends[place] = sent_ns(prefix)
-    for begin in range(cached_tokens, prompt_tokens, chunk_tokens):
-        end = min(begin + chunk_tokens, prompt_tokens)
+    for begin in chunks:
+        end = min(begin + chunks.step, chunks.stop)
         chunk_ns = cost.prefill_ns(end, begin) * times
         residual = (end - begin) * profile.activation_bytes
         there_ns = 0

@@ -20,9 +20,11 @@ from halfmoon.conductor.simulation.context import SimulationContext
 from halfmoon.conductor.simulation.decode import SimulatedDecode
 from halfmoon.conductor.simulation.network import Network
 from halfmoon.conductor.simulation.nodes import Node
+from halfmoon.conductor.simulation.options import AS_RECORDED, RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.prefill import SimulatedPrefill
 from halfmoon.conductor.simulation.profiles import Profile
+from halfmoon.conductor.simulation.report import LoadSample
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.schemas.decisions import (
     AnnounceYourself,
@@ -91,19 +93,6 @@ class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 512
 
 
-class LoadSample(msgspec.Struct):
-    """Both pools at one time: predicted queue over TTFT SLO, step over TBT SLO (means), and sizes."""
-
-    at_ns: int
-    prefill_load: float
-    decode_load: float
-    queued: int
-    running: int
-    #: Workers of each role.
-    prefill: int = 0
-    decode: int = 0
-
-
 class World:
     """Call `run`; then `outcomes`, `samples` and the counters of `context` hold what happened."""
 
@@ -112,10 +101,8 @@ class World:
         cluster: ClusterShape,
         policy: Policy,
         profile: Profile,
+        run: RunOptions = AS_RECORDED,
         *,
-        seed: int = 0,
-        noise_percent: int = 0,
-        cost_times: Sequence[tuple[int, float]] = (),
         outcomes: dict[str, Outcome] | None = None,
         elastic: bool = False,
     ) -> None:
@@ -131,7 +118,9 @@ class World:
             )
         link_bytes_s = cluster.link_bytes_s or profile.link_bytes_s
         # What steps take comes with heartbeats: where that is to be learned they are as frequent as live.
-        self.heartbeat_ns = policy.heartbeat_ns if policy.correction_window or cost_times else HEARTBEAT_NS
+        self.heartbeat_ns = (
+            policy.heartbeat_ns if policy.correction_window or run.cost_times else HEARTBEAT_NS
+        )
         self.policy = msgspec.structs.replace(
             policy,
             heartbeat_ns=self.heartbeat_ns,
@@ -139,17 +128,15 @@ class World:
             link_bytes_s=link_bytes_s,
             link_latency_ns=profile.link_latency_ns,
         )
-        self.clock = Clock(seed, noise_percent, cost_times)
+        self.clock = Clock(run.seed, run.noise_percent, run.cost_times)
         self.outcomes: dict[str, Outcome] = {} if outcomes is None else outcomes
         self.context = SimulationContext(
             profile,
             self.clock,
             Network(self.clock, link_bytes_s, profile.link_latency_ns),
             self.outcomes,
+            self,
             block_tokens=cluster.block_tokens,
-            say=self.say,
-            ended=self.ended,
-            keys=self.keys,
         )
         self.core = Core()
         self.samples: list[LoadSample] = []

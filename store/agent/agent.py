@@ -21,7 +21,7 @@ from halfmoon.store.agent.open_tier import open_tier
 from halfmoon.store.agent.processes import KnownProcesses
 from halfmoon.store.agent.release import sweep
 from halfmoon.store.agent.replicas import Replicator
-from halfmoon.store.agent.serve import serve_all
+from halfmoon.store.agent.serving.serve import serve_all
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.pool.fence import SegmentFence
 from halfmoon.store.pool.segment import Segment, segment_name

@@ -35,6 +35,7 @@ from halfmoon.store.pool.guard import PoolGuard, open_pool
 from halfmoon.store.pool.segment import PoolView, Segment, host_id, segment_name
 from halfmoon.store.pool.slots import Change, Owner
 from halfmoon.store.tiers.base import Tier
+from halfmoon.store.transports.base import ServedPool
 
 
 class AgentContext:
@@ -119,11 +120,13 @@ class AgentContext:
         await self.transports.open(
             TransportSite(
                 config=self.config,
-                view=self.view,
-                access=self.guard,
+                pool=ServedPool(
+                    view=self.view,
+                    access=self.guard,
+                    incarnation=self.incarnation,
+                    counters=self.counters,
+                ),
                 executor=self.executor,
-                incarnation=self.incarnation,
-                counters=self.counters,
                 exchange=self.peers.connect_pair,
             )
         )

@@ -45,10 +45,11 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Blocks leased at a peer: `slots[i]` and `checksums[i]` are of block `first_block + i` of the request."""
+    """Blocks of an order leased at a peer: `slots[i]` and `checksums[i]` are of its block `first_block + i`."""
 
     peer: Peer
     party: str
+    first_block: int
     slots: list[int]
     checksums: list[int]
 
@@ -80,7 +81,7 @@ async def lease_at(
             f"{node_id} leases {len(leased.slots)} blocks where {wanted.blocks} were asked for"
         )
     peer = await peers.get(node_id, incarnation=leased.incarnation)
-    return Source(peer, party, leased.slots, leased.checksums)
+    return Source(peer, party, wanted.first_block, leased.slots, leased.checksums)
 
 
 async def read_layers(
@@ -88,7 +89,6 @@ async def read_layers(
     source: Source,
     hold: Hold,
     indices: Sequence[int],
-    wanted: FetchBlocks,
     call: Call,
     loaded: Callable[[int], Awaitable[None]],
 ) -> int:
@@ -103,7 +103,7 @@ async def read_layers(
     try:
         for number, (first, layers) in enumerate(groups):
             for ahead in groups[len(reads) : number + UNDER_WAY]:
-                items = [Slice(hold.slots[i], source.slots[i - wanted.first_block], *ahead) for i in indices]
+                items = [Slice(hold.slots[i], source.slots[i - source.first_block], *ahead) for i in indices]
                 reads.append(asyncio.create_task(transport.read(source.peer, items, call)))
             await reads[number]
             if time.monotonic_ns() >= call.deadline_ns:
@@ -222,9 +222,7 @@ async def _read(
     async def loaded(layer: int) -> None:
         await tell_loaded(context, request, layer)
 
-    return await read_layers(
-        context.transports.engine_for(source.peer), source, hold, wanted, request, call, loaded
-    )
+    return await read_layers(context.transports.engine_for(source.peer), source, hold, wanted, call, loaded)
 
 
 async def copy_local(context: AgentContext, owner: Owner, hold: Hold, request: FetchBlocks) -> list[int]:
@@ -263,7 +261,7 @@ async def tell_loaded(context: AgentContext, request: FetchBlocks, layer: int) -
 def check_sums(source: Source, sums: dict[int, int], wanted: Sequence[int], request: FetchBlocks) -> None:
     """Raises _Retracted when a moved block (index to checksum) is not what the source committed."""
     for i in wanted:
-        if i in sums and source.checksums[i - request.first_block] != sums[i]:
+        if i in sums and source.checksums[i - source.first_block] != sums[i]:
             raise _Retracted(
                 f"block {i} of order {request.order_id} from {source.peer.node_id} is not what was committed"
             )

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from halfmoon.schemas.keys import join_keys
 from halfmoon.schemas.store import DropBlocks, OpenPush, ReserveBlocks, Reserved
 from halfmoon.store.agent.context import AgentContext
-from halfmoon.store.agent.push import Push
+from halfmoon.store.agent.push import Push, PushTarget
 from halfmoon.store.errors import StoreError, TransferError, TransferRefused
 from halfmoon.store.pool.slots import Hold, Owner
-from halfmoon.store.transports.base import BlockMover, Peer
 
 #: A reservation is renewed four times in its life: a shorter one would be renewed without end.
 LEASE_NS_MIN = 10_000_000
-
-
-class PushTarget(NamedTuple):
-    """Another node with room for the order's blocks, and the way there."""
-
-    peer: Peer
-    reserved: Reserved
-    transport: BlockMover
 
 
 async def open_push(context: AgentContext, owner: Owner, request: OpenPush) -> None:
@@ -39,19 +28,7 @@ async def open_push(context: AgentContext, owner: Owner, request: OpenPush) -> N
         context.peer_failed(request.target_node_id, problem)
         context.spawn(push.end(str(problem)))
 
-    push = Push(
-        context.bus,
-        context.peers,
-        request,
-        hold,
-        node_id=context.config.node_id,
-        layer_block_bytes=context.config.layout.layer_block_bytes,
-        transfer_ns_max=context.config.transfer_ns_max,
-        peer=target.peer if target is not None else None,
-        reserved=target.reserved if target is not None else None,
-        transport=target.transport if target is not None else None,
-        on_failure=failed,
-    )
+    push = Push(context.bus, context.config, request, hold, target=target, on_failure=failed)
     context.orders.set_push(owner, push)
     await push.start()
 
@@ -90,7 +67,7 @@ async def _reserve(context: AgentContext, hold: Hold, request: OpenPush) -> Push
         _require_whole(reserved, len(hold.slots), peer.node_id)
         # It may have restarted between its hello and this answer: the slots are those of the one that answered.
         peer = await context.peers.get(peer.node_id, incarnation=reserved.incarnation)
-        return PushTarget(peer, reserved, context.transports.engine_for(peer))
+        return PushTarget(peer, reserved, context.transports.engine_for(peer), context.peers)
     except BaseException as problem:
         if isinstance(problem, StoreError):
             context.peer_failed(request.target_node_id, problem)

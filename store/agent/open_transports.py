@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -13,8 +12,8 @@ from halfmoon.schemas.events import Endpoint, TransportName
 from halfmoon.schemas.store import Hello, QueuePair
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import TransferError, TransferRefused
-from halfmoon.store.pool.segment import PoolView, host_id
-from halfmoon.store.transports.base import Peer, SlotAccess, Transport, TransportAbsent
+from halfmoon.store.pool.segment import host_id
+from halfmoon.store.transports.base import Peer, ServedPool, Transport, TransportAbsent
 from halfmoon.store.transports.engine import TransferEngine, TransferStats
 from halfmoon.store.transports.rdma.transport import Exchange, RdmaTransport
 from halfmoon.store.transports.shm import ShmTransport
@@ -27,33 +26,22 @@ class TransportSite:
     """The node that a transport is opened on, as far as a transport needs it."""
 
     config: StoreConfig
-    view: PoolView
-    access: SlotAccess
+    pool: ServedPool
     executor: Executor
-    incarnation: str
-    counters: Counter[str]
     #: Asks an agent to connect a queue pair; raises StoreError.
     exchange: Exchange
     topology: Topology = field(default_factory=Topology)
 
 
 def open_shm(site: TransportSite) -> ShmTransport:
-    return ShmTransport(site.view, site.executor, host=host_id())
+    return ShmTransport(site.pool.view, site.executor, host=host_id())
 
 
 def open_tcp(site: TransportSite) -> TcpTransport:
     """Raises TransferError: a port is taken."""
     if site.config.port < 0:
         raise TransportAbsent("there is no data port")
-    transport = TcpTransport(
-        site.view,
-        site.access,
-        site.config.tcp_options,
-        incarnation=site.incarnation,
-        host=host_id(),
-        counters=site.counters,
-        topology=site.topology,
-    )
+    transport = TcpTransport(site.pool, site.config.tcp_options, host=host_id(), topology=site.topology)
     transport.start()
     return transport
 
@@ -62,15 +50,7 @@ def open_rdma(site: TransportSite) -> RdmaTransport:
     # A device's registered memory and queue pairs are dear: it is opened only where it may be called over.
     if site.config.transport not in ("auto", "rdma"):
         raise TransportAbsent(f"transport is {site.config.transport}")
-    return RdmaTransport(
-        site.view,
-        site.access,
-        site.config.rdma_options,
-        site.executor,
-        incarnation=site.incarnation,
-        counters=site.counters,
-        exchange=site.exchange,
-    )
+    return RdmaTransport(site.pool, site.config.rdma_options, site.executor, exchange=site.exchange)
 
 
 #: An opener raises TransportAbsent where its transport is not to be had.
@@ -104,7 +84,7 @@ class OpenTransports:
                     raise TransferError(f"{name.upper()} is not to be had: {problem}") from None
         # All of them serve the peers; only the forced one, where one is forced, is called over.
         calling = [transport for name, transport in self._open.items() if forced in ("auto", name)]
-        self._engine = TransferEngine(calling, stripes=site.config.stripe_count, counters=site.counters)
+        self._engine = TransferEngine(calling, stripes=site.config.stripe_count, counters=site.pool.counters)
 
     async def close(self) -> None:
         for transport in self._open.values():

@@ -20,6 +20,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
@@ -36,6 +37,7 @@ from halfmoon.schemas.store import (
     SettleBlocks,
 )
 from halfmoon.store.agent.peers import Peers
+from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import OrderUnknown, StoreError, TransferError, TransferTimeout
 from halfmoon.store.pool.guard import peer_writer
 from halfmoon.store.pool.slots import Hold
@@ -45,22 +47,26 @@ from halfmoon.store.transports.base import BlockMover, Call, Peer, Slice
 BATCH_BYTES = 32 * 1024 * 1024
 
 
+class PushTarget(NamedTuple):
+    """Another node with room for the order's blocks; `transport` moves them there, `peers` asks its agent."""
+
+    peer: Peer
+    reserved: Reserved
+    transport: BlockMover
+    peers: Peers
+
+
 class Push:
-    """`hold`: the order's blocks here; `peer` and `reserved`: where they go, None when they stay."""
+    """`hold`: the order's blocks here; `target`: where they go, None when they stay."""
 
     def __init__(
         self,
         bus: Bus,
-        peers: Peers,
+        config: StoreConfig,
         opened: OpenPush,
         hold: Hold,
         *,
-        node_id: str,
-        layer_block_bytes: int,
-        transfer_ns_max: int,
-        peer: Peer | None,
-        reserved: Reserved | None,
-        transport: BlockMover | None,
+        target: PushTarget | None,
         on_failure: Callable[[StoreError], None],
     ) -> None:
         self.opened = opened
@@ -68,37 +74,34 @@ class Push:
         self.failure: StoreError | None = None
         self.finished = False
         self._bus = bus
-        self._peers = peers
         self._hold = hold
-        self._node_id = node_id
-        self._layer_block_bytes = layer_block_bytes
-        self._transfer_ns_max = transfer_ns_max
-        self._peer = peer
-        self._reserved = reserved
-        self._transport = transport
+        self._node_id = config.node_id
+        self._layer_block_bytes = config.layout.layer_block_bytes
+        self._transfer_ns_max = config.transfer_ns_max
+        self._target = target
         self._on_failure = on_failure
         self._queue: deque[PushLayer] = deque()
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
-        self._present = frozenset(reserved.present) if reserved else frozenset()
+        self._present = frozenset(target.reserved.present) if target else frozenset()
         self._received = self._done = self._bytes = self._elapsed_ns = 0
-        self._writable_until_ns = time.monotonic_ns() + (reserved.lease_ttl_ns if reserved else 0)
+        self._writable_until_ns = time.monotonic_ns() + (target.reserved.lease_ttl_ns if target else 0)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Tells the decode worker where its blocks will be, and begins to move."""
-        target = self._reserved if self._reserved is not None else self._hold
+        place = self._target.reserved if self._target is not None else self._hold
         message = TransferOpened(
             order_id=self.opened.order_id,
             request_id=self.opened.request_id,
-            slots=target.slots,
-            epochs=target.epochs,
-            present=target.present,
+            slots=place.slots,
+            epochs=place.epochs,
+            present=place.present,
         )
         await self._bus.publish(self._subject("TransferOpened"), message)
         self._tasks.append(asyncio.create_task(self._run()))
-        if self._reserved is not None:
-            self._tasks.append(asyncio.create_task(self._renew(self._reserved.lease_ttl_ns)))
+        if self._target is not None:
+            self._tasks.append(asyncio.create_task(self._renew(self._target)))
 
     def push(self, layer: PushLayer) -> None:
         """Queues it. What comes after the end changes nothing."""
@@ -125,7 +128,7 @@ class Push:
                 self.fail(TransferTimeout(f"{self._done} of {pushes} pushes done, {self._received} received"))
         if self.failure is not None:
             raise self.failure
-        if self._peer is not None:
+        if (target := self._target) is not None:
             settle = SettleBlocks(
                 order_id=self.opened.order_id,
                 decode_worker_id=self.opened.decode_worker_id,
@@ -133,7 +136,7 @@ class Push:
             )
             try:
                 timeout_s = self._transfer_ns_max / 1e9
-                await self._peers.ask(self._peer.node_id, "settle", settle, Done, timeout_s=timeout_s)
+                await target.peers.ask(target.peer.node_id, "settle", settle, Done, timeout_s=timeout_s)
             except StoreError as problem:
                 self.fail(problem)
                 raise
@@ -165,14 +168,14 @@ class Push:
         )
         with contextlib.suppress(BusError):
             await self._bus.publish(self._subject("TransferFailed"), failed)
-        if self._peer is not None:
+        if (target := self._target) is not None:
             drop = DropBlocks(
                 order_id=self.opened.order_id,
                 decode_worker_id=self.opened.decode_worker_id,
                 writer_node_id=self._node_id,
             )
             with contextlib.suppress(StoreError):  # it is dead, or its lease ends by itself
-                await self._peers.ask(self._peer.node_id, "drop", drop, Done)
+                await target.peers.ask(target.peer.node_id, "drop", drop, Done)
 
     def _subject(self, kind: str) -> str:
         return subjects.kv(self.opened.decode_worker_id, kind, self._node_id)
@@ -206,9 +209,9 @@ class Push:
         return batch
 
     def _items(self, push: PushLayer) -> list[Slice]:
-        if self._reserved is None:
+        if self._target is None:
             return []
-        mine, theirs = self._hold.slots, self._reserved.slots
+        mine, theirs = self._hold.slots, self._target.reserved.slots
         end = push.first_block + push.blocks
         if end > len(mine):
             raise TransferError(f"push of blocks {push.first_block}..{end - 1}, the order has {len(mine)}")
@@ -218,12 +221,11 @@ class Push:
     async def _move(self, batch: list[tuple[PushLayer, list[Slice]]]) -> None:
         items = [item for _, some in batch for item in some]
         if items:
-            assert self._peer is not None
-            assert self._transport is not None
+            assert self._target is not None
             started_ns = time.monotonic_ns()
             deadline_ns = min(started_ns + self._transfer_ns_max, self._writable_until_ns)
             call = Call(self.opened.order_id, peer_writer(self._node_id), deadline_ns)
-            await self._transport.write(self._peer, items, call)
+            await self._target.transport.write(self._target.peer, items, call)
             self._elapsed_ns += time.monotonic_ns() - started_ns
         for push, some in batch:
             moved = len(some) * self._layer_block_bytes
@@ -240,9 +242,9 @@ class Push:
             self._done += 1
         self._progress.set()
 
-    async def _renew(self, ttl_ns: int) -> None:
+    async def _renew(self, target: PushTarget) -> None:
         """Renews the reservation: over shared memory the target sees nothing of a push, and would let it expire."""
-        assert self._peer is not None
+        ttl_ns = target.reserved.lease_ttl_ns
         renew = RenewBlocks(
             order_id=self.opened.order_id,
             decode_worker_id=self.opened.decode_worker_id,
@@ -252,7 +254,7 @@ class Push:
             await asyncio.sleep(ttl_ns / 4e9)
             asked_ns = time.monotonic_ns()
             try:
-                await self._peers.ask(self._peer.node_id, "renew", renew, Done)
+                await target.peers.ask(target.peer.node_id, "renew", renew, Done)
                 self._writable_until_ns = asked_ns + ttl_ns
             except OrderUnknown as problem:
                 self.fail(problem)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from halfmoon.schemas import store as messages
 from halfmoon.schemas.decisions import ReplicateBlocks
 from halfmoon.schemas.keys import join_keys, split_keys
-from halfmoon.schemas.replicas import Drained, DrainStore, Replicate, Replicated
+from halfmoon.schemas.store import Drained, DrainStore, Replicate, Replicated
 from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.agent.fetch import fetch_blocks
 from halfmoon.store.errors import StoreError

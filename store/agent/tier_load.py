@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from halfmoon.schemas.store import FetchBlocks, Fetched
 from halfmoon.store.agent.context import AgentContext
@@ -18,6 +19,23 @@ from halfmoon.store.tiers.base import Lent, Move, Tier
 from halfmoon.store.transports.base import Call
 
 _numbers = itertools.count(1)
+
+
+class LentBlocks(NamedTuple):
+    """Blocks of an order that a tier lends: `lent[i]` is for block `indices[i]` of `hold`."""
+
+    tier: Tier
+    hold: Hold
+    indices: Sequence[int]
+    lent: Sequence[Lent]
+
+    async def read(self, layers: range, call: Call) -> None:
+        """Into their slots. Raises TransferError."""
+        moves = [
+            Move(at.record, self.hold.slots[i], layers.start, len(layers))
+            for i, at in zip(self.indices, self.lent, strict=True)
+        ]
+        await self.tier.read(moves, call)
 
 
 async def load_own(context: AgentContext, tier: Tier, owner: Owner, request: FetchBlocks) -> Fetched:
@@ -42,10 +60,9 @@ async def load_own(context: AgentContext, tier: Tier, owner: Owner, request: Fet
                 elapsed_ns = time.monotonic_ns() - started_ns
                 return Fetched(bytes=0, elapsed_ns=elapsed_ns, blocks=0, missing=True, held=held)
             try:
-                await _read_layers(
-                    context, tier, hold, request, wanted, lent, Call(owner.order_id, owner.party, deadline_ns)
-                )
-                await _commit(context, tier, owner, hold, wanted, lent, request.first_block, request.blocks)
+                blocks = LentBlocks(tier, hold, wanted, lent)
+                await _read_layers(context, request, blocks, Call(owner.order_id, owner.party, deadline_ns))
+                await _commit(context, owner, blocks, request.first_block, request.blocks)
             finally:
                 tier.give_back(lent)
             moved = len(wanted) * context.config.layout.block_bytes
@@ -79,12 +96,10 @@ async def promote(context: AgentContext, tier: Tier, keys: Sequence[bytes], dead
             indices = [i for i in range(len(some)) if i not in hold.present]
             lent = tier.lend([some[i] for i in indices])
             try:
-                layers = context.config.layout.layers
-                moves = [
-                    Move(at.record, hold.slots[i], 0, layers) for i, at in zip(indices, lent, strict=True)
-                ]
-                await tier.read(moves, Call(owner.order_id, owner.party, deadline_ns))
-                await _commit(context, tier, owner, hold, indices, lent, 0, len(some))
+                blocks = LentBlocks(tier, hold, indices, lent)
+                layers = range(context.config.layout.layers)
+                await blocks.read(layers, Call(owner.order_id, owner.party, deadline_ns))
+                await _commit(context, owner, blocks, 0, len(some))
             finally:
                 tier.give_back(lent)
         except StoreError as problem:
@@ -93,38 +108,21 @@ async def promote(context: AgentContext, tier: Tier, keys: Sequence[bytes], dead
             context.guard.release(owner, writers=["ssd"])
 
 
-async def _read_layers(
-    context: AgentContext,
-    tier: Tier,
-    hold: Hold,
-    request: FetchBlocks,
-    wanted: Sequence[int],
-    lent: Sequence[Lent],
-    call: Call,
-) -> None:
+async def _read_layers(context: AgentContext, request: FetchBlocks, blocks: LentBlocks, call: Call) -> None:
     """Groups of layers of all blocks, one after another, so that the worker can compute over the first ones."""
     layout = context.config.layout
-    step = max(1, GROUP_BYTES // (len(wanted) * layout.layer_block_bytes))
+    step = max(1, GROUP_BYTES // (len(blocks.indices) * layout.layer_block_bytes))
     for first in range(0, layout.layers, step):
-        layers = min(step, layout.layers - first)
-        moves = [Move(at.record, hold.slots[i], first, layers) for i, at in zip(wanted, lent, strict=True)]
-        await tier.read(moves, call)
-        await tell_loaded(context, request, first + layers - 1)
+        layers = range(first, min(first + step, layout.layers))
+        await blocks.read(layers, call)
+        await tell_loaded(context, request, layers[-1])
 
 
-async def _commit(
-    context: AgentContext,
-    tier: Tier,
-    owner: Owner,
-    hold: Hold,
-    indices: Sequence[int],
-    lent: Sequence[Lent],
-    first: int,
-    blocks: int,
-) -> None:
-    """Shows the blocks if they are what was put; raises BytesCorrupted, with the others of them forgotten, if
-    not.
+async def _commit(context: AgentContext, owner: Owner, loaded: LentBlocks, first: int, blocks: int) -> None:
+    """Shows `blocks` blocks of the order from its `first` on if they are what was put; raises BytesCorrupted, with the
+    others of them forgotten, if not.
     """
+    tier, hold, indices, lent = loaded
 
     def check(sums: dict[int, int]) -> None:
         bad = [

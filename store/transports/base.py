@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ import msgspec
 from halfmoon.schemas.events import Endpoint, TransportName
 from halfmoon.schemas.store import Hello
 from halfmoon.store.errors import TransferError, TransferTimeout
-from halfmoon.store.pool.segment import Geometry
+from halfmoon.store.pool.segment import Geometry, PoolView
 
 T = TypeVar("T")
 #: `Endpoint.distance` within a NUMA node, as Linux counts.
@@ -147,6 +148,17 @@ class SlotAccess(Protocol):
 
     def begin_read(self, order_id: str, slots: Sequence[int]) -> str:
         """ "" when the order leases the slots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedPool:
+    """The pool of an agent as a transport serves it: its memory, who may touch it, and where calls are counted."""
+
+    view: PoolView
+    access: SlotAccess
+    #: Of the agent: peers write to no other.
+    incarnation: str
+    counters: Counter[str]
 
 
 class Cancellation:

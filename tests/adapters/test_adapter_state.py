@@ -31,6 +31,7 @@ from halfmoon.workers.machines import (
     OrderCancelled,
     Report,
     TokensTaken,
+    WorkerFacts,
     WorkerStopped,
 )
 from halfmoon.workers.mixed.events import MixedOrdered
@@ -52,13 +53,15 @@ PROMPT = list(range(100, 140))
 
 def machine() -> AdapterState:
     return AdapterState(
-        worker_id="vllm-0",
-        incarnation="i",
-        layout=LAYOUT,
-        kv_blocks=100,
-        profile=CostProfile(decode_base_ns=10 * MS),
+        WorkerFacts(
+            worker_id="vllm-0",
+            incarnation="i",
+            layout=LAYOUT,
+            kv_blocks=100,
+            eos_ids=frozenset((EOS,)),
+        ),
+        CostProfile(decode_base_ns=10 * MS),
         engine_model="e",
-        eos_ids=frozenset((EOS,)),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import nats
 
 from halfmoon.bus.config import BusConfig
-from halfmoon.workers.frontend.nats_service import settled
+from halfmoon.workers.frontend.edges.nats_service import settled
 
 _REFUSAL = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"', re.IGNORECASE)
 #: Refusals are told one by one, and the library keeps so many commands only.

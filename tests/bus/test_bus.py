@@ -18,7 +18,7 @@ from halfmoon.schemas.decisions import CancelOrder, Ordered
 from halfmoon.schemas.events import FrontendHeartbeat, RequestCancelled, Stamped
 from halfmoon.schemas.kv import KvReady
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
-from halfmoon.workers.frontend.nats_service import settled
+from halfmoon.workers.frontend.edges.nats_service import settled
 from tests.bus.proxy import Proxy
 from tests.eventually import BOUND_S, eventually
 

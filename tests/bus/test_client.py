@@ -16,7 +16,7 @@ from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.bus.errors import SubjectInvalid
 from halfmoon.bus.publisher import Publisher
 from halfmoon.bus.wire import CLIENT_INBOXES, WireParser, reply_subject
-from halfmoon.workers.frontend.nats_service import settled
+from halfmoon.workers.frontend.edges.nats_service import settled
 from tests.eventually import BOUND_S, eventually
 
 BLOCK = b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 1016\r\nNats-Last-Stream:1024\r\n\r\n"

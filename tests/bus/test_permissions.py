@@ -46,12 +46,12 @@ from halfmoon.schemas.events import (
     WorkerLeft,
 )
 from halfmoon.schemas.policy import Policy
-from halfmoon.store.agent.serve import VERBS
+from halfmoon.store.agent.serving.serve import VERBS
 from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.frontend.edges.nats_service import settled
+from halfmoon.workers.frontend.intake import new_request_id
 from halfmoon.workers.frontend.log_health import LogHealth
-from halfmoon.workers.frontend.nats_service import settled
 from halfmoon.workers.frontend.page.feed import PageFeed
-from halfmoon.workers.frontend.registry import new_request_id
 from tests.bus.proxy import Proxy
 from tests.bus.server_cluster import NAMES, ServerCluster
 from tests.eventually import BOUND_S, within

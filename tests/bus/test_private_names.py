@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
-NATS_FILES = ("bus/client.py", "bus/wire.py", "bus/connection.py", "workers/frontend/nats_service.py")
+NATS_FILES = ("bus/client.py", "bus/wire.py", "bus/connection.py", "workers/frontend/edges/nats_service.py")
 #: Messages as they are parsed, in place of tasks and queues; what waits to be sent; errors that would end the client.
 NATS_CLIENT = {
     "_attempt_reconnect",

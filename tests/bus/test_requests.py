@@ -18,7 +18,7 @@ from halfmoon.bus.serving import ANSWERS_BYTES_MAX, ANSWERS_MAX, ReplyCache
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import CancelOrder, Ordered
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
-from halfmoon.workers.frontend.nats_service import settled
+from halfmoon.workers.frontend.edges.nats_service import settled
 from tests.bus.proxy import Proxy
 from tests.eventually import BOUND_S, eventually
 

@@ -35,17 +35,11 @@ class MixedWorker(PrefillWorker):
     def make_machine(self) -> None:
         world = self.world
         self.state: Any = MixedState(
-            worker_id=self.process_id,
-            node_id=self.store.process_id,
-            incarnation=self.incarnation,
-            layout=world.layout,
-            kv_blocks=self.kv_blocks(),
+            self.facts(frozenset([END])),
+            world.profile,
             batch_max=world.batch_max,
             budget_tokens=self.token_budget(),
-            profile=world.profile,
-            has_store=not world.null,
             prepared_max=world.prepared_max,
-            eos_ids=frozenset([END]),
         )
         self.pushes: dict[str, int] = {}
         self.cache: Memory = [[b""] * BLOCK_TOKENS for _ in range(self.kv_blocks())]

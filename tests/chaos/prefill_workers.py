@@ -43,11 +43,7 @@ class PrefillWorker(Worker):
     def make_machine(self) -> None:
         world = self.world
         self.state = PrefillState(
-            worker_id=self.process_id,
-            incarnation=self.incarnation,
-            layout=world.layout,
-            kv_blocks=self.kv_blocks(),
-            has_store=not world.null,
+            self.facts(),
             prepared_max=world.prepared_max,
             chunk_tokens=world.chunk_tokens,
             stream_layers=world.stream_layers,
@@ -56,6 +52,17 @@ class PrefillWorker(Worker):
         #: Channels of those whose prompts this worker is to compute a part of, by order.
         self.came: dict[str, StageChannel] = {}
         self.pushes: dict[str, int] = {}
+
+    def facts(self, eos_ids: frozenset[int] = frozenset()) -> machines.WorkerFacts:
+        return machines.WorkerFacts(
+            worker_id=self.process_id,
+            incarnation=self.incarnation,
+            node_id=self.store.process_id,
+            layout=self.world.layout,
+            kv_blocks=self.kv_blocks(),
+            has_store=not self.world.null,
+            eos_ids=eos_ids,
+        )
 
     def kv_blocks(self) -> int:
         return self.world.prefill_kv_blocks

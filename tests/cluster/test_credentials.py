@@ -16,7 +16,7 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusUnreachable
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import WorkerLeft
-from halfmoon.workers.frontend.nats_service import settled
+from halfmoon.workers.frontend.edges.nats_service import settled
 from tests.cluster.harness import Cluster, command_of
 from tests.eventually import BOUND_S, eventually
 

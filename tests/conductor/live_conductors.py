@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from conductor_scripts import MS, decode, prefill, store
@@ -15,7 +15,7 @@ from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.live import shell
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import decode as read
-from halfmoon.schemas.decisions import Ordered, SetTimer
+from halfmoon.schemas.decisions import Decision, Ordered, SetTimer
 from halfmoon.schemas.events import (
     Event,
     FrontendJoined,
@@ -41,13 +41,21 @@ async def conductor(
     conductor_id: str = "c1",
     policy: Policy = POLICY,
     shells: list[shell.Shell] | None = None,
+    after_step: Callable[[Stamped, list[Decision]], None] | None = None,
     **more: Any,
 ) -> AsyncIterator[Bus]:
-    """A conductor that has caught up; stopped at the end. Its shell becomes the first of `shells`, an empty list."""
+    """A conductor that has caught up; stopped at the end. Its shell becomes the first of `shells`, an empty list;
+    `after_step` sees every event with its decisions.
+    """
     bus = await Bus.connect(BusConfig(url=url), name=conductor_id)
     shells = [] if shells is None else shells
+
+    def started(made: shell.Shell) -> None:
+        made.after_step = after_step
+        shells.append(made)
+
     task = asyncio.create_task(
-        shell.run(bus, conductor_id=conductor_id, policy=policy, checked=True, started=shells.append, **more)
+        shell.run(bus, conductor_id=conductor_id, policy=policy, checked=True, started=started, **more)
     )
     try:
 

@@ -67,9 +67,11 @@ async def ill_conductor(url: str, conductor_id: str, *, ill_from: int) -> AsyncI
         if stamped.seq == ill_from:
             shells[0].core.state.counters.arrived += 1
 
-    task = asyncio.create_task(
-        shell.run(bus, conductor_id=conductor_id, policy=QUIET, after_step=corrupt, started=shells.append)
-    )
+    def started(made: shell.Shell) -> None:
+        made.after_step = corrupt
+        shells.append(made)
+
+    task = asyncio.create_task(shell.run(bus, conductor_id=conductor_id, policy=QUIET, started=started))
     try:
         await eventually(lambda: shells and shells[0].caught_up.is_set(), f"{conductor_id} has caught up")
         yield task

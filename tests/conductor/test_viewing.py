@@ -40,7 +40,7 @@ from halfmoon.schemas.events import (
 )
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.view import ClusterView, Explained, ExplainRequest, ViewRequest
-from halfmoon.workers.frontend.registry import new_request_id
+from halfmoon.workers.frontend.intake import new_request_id
 from tests.eventually import BOUND_S, eventually
 
 

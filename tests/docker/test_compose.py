@@ -199,7 +199,7 @@ def test_a_workers_credentials_on_the_wrong_subject_are_refused(stack: Stack, re
     program = """
 import asyncio, sys
 from halfmoon.bus.config import BusConfig
-from halfmoon.workers.frontend.nats_service import settled
+from halfmoon.workers.frontend.edges.nats_service import settled
 import nats
 async def main():
     refused = []

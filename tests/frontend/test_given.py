@@ -16,8 +16,8 @@ from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven, TokensSampled
 from halfmoon.workers import token_inbox
-from halfmoon.workers.frontend import registry
-from halfmoon.workers.frontend.nats_service import settled
+from halfmoon.workers.frontend import token_exchange
+from halfmoon.workers.frontend.edges.nats_service import settled
 from halfmoon.workers.token_inbox import TokenInbox
 from tests.eventually import BOUND_S, eventually
 
@@ -254,7 +254,7 @@ def test_a_worker_that_asks_before_the_frontend_has_heard_waits(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Conductors tell both at once, and their messages may come by different servers."""
-    monkeypatch.setattr(registry, "_PLACED_NS_MAX", int(BOUND_S) * SECOND_NS)
+    monkeypatch.setattr(token_exchange, "_PLACED_NS_MAX", int(BOUND_S) * SECOND_NS)
 
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
         asking = asyncio.create_task(double.take(arrived, f"{seq}-0", "prefill", "p1"))

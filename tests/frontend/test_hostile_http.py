@@ -15,7 +15,7 @@ from frontend_double import Double
 
 from halfmoon.bus.edge.http_server import HttpLimits
 from halfmoon.schemas.events import RequestArrived, RequestCancelled
-from halfmoon.workers.frontend.nats_service import settled
+from halfmoon.workers.frontend.edges.nats_service import settled
 from tests.eventually import BOUND_S, eventually
 
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -270,7 +270,7 @@ def test_a_stream_that_nobody_reads_is_cancelled_and_waits_in_bounded_memory(
     run: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not options:
-        monkeypatch.setattr("halfmoon.workers.frontend.http_answer.UNREAD_BYTES_MAX", 1 << 16)
+        monkeypatch.setattr("halfmoon.workers.frontend.edges.http_answer.UNREAD_BYTES_MAX", 1 << 16)
 
     async def scenario(cluster: Any) -> None:
         cluster.double.script = endless

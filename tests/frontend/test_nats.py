@@ -12,7 +12,8 @@ import pytest
 from frontend_double import ANSWER, MODEL, inboxes_of_a_client
 from nats.errors import MaxPayloadError
 
-from halfmoon.cli import chat, generate, status
+from halfmoon.cli import status
+from halfmoon.cli.client import chat, generate
 from halfmoon.schemas.events import RequestArrived, RequestCancelled
 from halfmoon.schemas.tokens import TakeRequest
 from halfmoon.workers.frontend.config import FrontendConfig

@@ -12,7 +12,7 @@ import pytest
 from frontend_double import ANSWER, MODEL, Cluster, Double
 
 from halfmoon.schemas.events import RequestArrived
-from halfmoon.workers.frontend.http_answer import COMMENT
+from halfmoon.workers.frontend.edges.http_answer import COMMENT
 from tests.eventually import eventually
 
 #: Each wait for the worker is longer than some of these.

@@ -84,7 +84,7 @@ def test_a_body_that_is_wrong(
     code = code or "context_length_exceeded"
 
     async def scenario(cluster: Any) -> None:
-        cluster.frontend.registry.tracing = spans.tracing
+        cluster.frontend.registry.intake.tracing = spans.tracing
         path, endpoint, name = (
             ("chat/completions", "chat", CHAT) if chat else ("completions", "generate", COMPLETION)
         )
@@ -104,7 +104,7 @@ def test_a_body_that_is_wrong(
 
 def test_who_has_no_key_and_who_comes_while_it_stops(run: Any, spans: Spans) -> None:
     async def scenario(cluster: Any) -> None:
-        cluster.frontend.registry.tracing = spans.tracing
+        cluster.frontend.registry.intake.tracing = spans.tracing
         assert (await cluster.post("/v1/completions", {"prompt": "x"}, headers=TRACEPARENT))[0] == 401
         check(spans.one(), COMPLETION, 401, "invalid_api_key", "no valid API key")
         cluster.frontend.registry.draining = True
@@ -128,7 +128,7 @@ def test_one_too_many_and_what_the_conductors_refuse(run: Any, spans: Spans) -> 
 
     async def scenario(cluster: Any) -> None:
         cluster.double.script = reject_later
-        cluster.frontend.registry.tracing = spans.tracing
+        cluster.frontend.registry.intake.tracing = spans.tracing
         first = asyncio.create_task(cluster.post("/v1/completions", {"prompt": "x"}, headers=TRACEPARENT))
         await cluster.double.wait_for(RequestArrived)
         for _ in range(2):

@@ -23,7 +23,7 @@ from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.bus.permissions import authorization, cluster_identities
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import RequestArrived
-from halfmoon.workers.frontend.nats_service import settled
+from halfmoon.workers.frontend.edges.nats_service import settled
 from halfmoon.workers.frontend.tenants import read_keys
 from tests.eventually import BOUND_S, SCENARIO_S, eventually
 

@@ -16,7 +16,8 @@ from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import Delivery, TakeRequest
-from halfmoon.workers.frontend.open_request import OpenRequest, Piece, Progress, order_rank
+from halfmoon.workers.frontend.open_request import OpenRequest, Piece, Progress, RequestOrigin, order_rank
+from halfmoon.workers.frontend.prompts import TokenizedPrompt
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.lengths import examples
 from tests.workers.made_models import speaking
@@ -68,14 +69,12 @@ def opened(
     )
     arrived = RequestArrived(request_id="r", frontend_id="f", prompt_tokens=1, max_tokens=999, block_keys=b"")
     request = OpenRequest(
-        ask=ask,
-        arrived=arrived,
-        packed_prompt=pack_tokens(prompt),
-        root_key=b"",
-        tokenizer=tokenizer,
-        end_ids=frozenset(tokenizer.eos_ids),
-        listener=listener,  # type: ignore[arg-type]
-        now_ns=1,
+        ask,
+        arrived,
+        TokenizedPrompt(pack_tokens(prompt), len(prompt), b"", b"", 999),
+        tokenizer,
+        listener,  # type: ignore[arg-type]
+        RequestOrigin(1),
     )
     take(request, "7-0")
     return request, listener
@@ -146,6 +145,17 @@ def test_control_tokens_are_text_where_that_is_asked_for(tokenizer: Tokenizer) -
     request, listener = opened(tokenizer, skip_special_tokens=False, stops=(name[:4],))
     deliver(request, 0, ids, "stop")
     assert listener.text == "One"  # a stop string may be in its name
+
+
+@pytest.mark.parametrize("included", [False, True])
+def test_a_stop_token_of_the_request_is_no_text_unless_that_is_asked_for(
+    tokenizer: Tokenizer, included: bool
+) -> None:
+    *ids, stop = tokenizer.encode("One two")
+    request, listener = opened(tokenizer, include_stop=included, stop_token_ids=[stop])
+    deliver(request, 0, [*ids, stop], "stop")
+    assert listener.text == ("One two" if included else tokenizer.decode(ids))
+    assert request.stop_reason == stop
 
 
 def test_characters_of_several_tokens_are_never_split(tokenizer: Tokenizer) -> None:

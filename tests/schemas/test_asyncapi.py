@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from halfmoon.schemas import asyncapi
-from halfmoon.schemas.asyncapi import document, message_classes, without_channel, written
-from halfmoon.schemas.channels import CHANNELS, WITHOUT_CHANNEL
+from halfmoon.schemas.contract import asyncapi
+from halfmoon.schemas.contract.asyncapi import document, message_classes, without_channel, written
+from halfmoon.schemas.contract.channels import CHANNELS, WITHOUT_CHANNEL
 from halfmoon.schemas.decisions import DECISION_TYPES, SetTimer
 
 CHECKED_IN = Path(__file__).parents[2] / "docs" / "asyncapi.json"

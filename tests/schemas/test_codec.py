@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect as shape
 
-from halfmoon.schemas.asyncapi import message_classes
 from halfmoon.schemas.codec import MessageInvalid, decode, digest, encode
+from halfmoon.schemas.contract.asyncapi import message_classes
 from halfmoon.schemas.decisions import DECISION_TYPES, Decision, Ordered, Prediction, StartPrefill
 from halfmoon.schemas.events import (
     EVENT_TYPES,

@@ -20,6 +20,7 @@ from benchmarks.papers.experiments.batching import (
     zipf_lengths,
 )
 from benchmarks.papers.systems import run_system
+from halfmoon.conductor.simulation.options import RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.report import Objectives
@@ -146,7 +147,7 @@ def test_a_small_cache_preempts_and_every_answer_is_whole() -> None:
         ClusterShape(prefill=1, decode=0, block_tokens=64, kv_blocks=60),
         Policy(),
         LLAMA3_A800,
-        slo=Objectives(ttft_ns=10**12, tbt_ns=200 * MS),
+        RunOptions(slo=Objectives(ttft_ns=10**12, tbt_ns=200 * MS)),
         outcomes=outcomes,
     )
     assert report.completed == 12

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.papers.colocated import COLOCATED
 from benchmarks.papers.systems import run_system
+from halfmoon.conductor.simulation.options import RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
@@ -34,7 +35,7 @@ def run(
         ClusterShape(prefill=workers, decode=0, **cluster),
         Policy(),
         LLAMA3_A800,
-        slo=Objectives(),
+        RunOptions(slo=Objectives()),
         outcomes=outcomes,
     )
     return report, list(outcomes.values())

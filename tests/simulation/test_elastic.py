@@ -7,6 +7,7 @@ import random
 import pytest
 
 from benchmarks.papers.experiments.elastic import SLO, WORKERS, Swinging
+from halfmoon.conductor.simulation.options import RunOptions
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
@@ -56,7 +57,7 @@ def test_roles_that_follow_a_swing_do_better_than_the_split_that_they_begin_with
             ClusterShape(prefill=WORKERS // 2, decode=WORKERS // 2),
             Policy(ttft_slo_ns=SLO.ttft_ns, tbt_slo_ns=SLO.tbt_ns, elastic=mode),
             LLAMA3_A800,
-            slo=SLO,
+            RunOptions(slo=SLO),
         )
         for mode in ("off", "on")
     )

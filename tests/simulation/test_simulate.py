@@ -13,6 +13,7 @@ from typing import get_args
 import msgspec
 import pytest
 
+from halfmoon.conductor.simulation.options import RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800, PROFILES
 from halfmoon.conductor.simulation.report import SimulationReport
@@ -64,7 +65,9 @@ def test_every_request_ends_under_every_policy(
 ) -> None:
     outcomes: dict[str, Outcome] = {}
     chosen = Policy(name=policy, admission=admission, ttft_slo_ns=5 * S, tbt_slo_ns=20 * MS)
-    report = simulate(conversation[:requests], TWO, chosen, LLAMA3_A800, outcomes=outcomes, seed=3)
+    report = simulate(
+        conversation[:requests], TWO, chosen, LLAMA3_A800, RunOptions(seed=3), outcomes=outcomes
+    )
     assert report.requests == len(outcomes) == requests
     assert report.completed + sum(report.rejected.values()) == requests
     assert (sum(report.rejected.values()) > 0) == (admission != "none")
@@ -87,6 +90,7 @@ def test_what_a_process_holds_is_frozen_for_a_simulation_alone(trace_file: Path)
     program = (
         "import gc, sys; from halfmoon.conductor.simulation.simulate import simulate\n"
         "from halfmoon.conductor.simulation.profiles import LLAMA3_A800\n"
+        "from halfmoon.conductor.simulation.options import RunOptions\n"
         "from halfmoon.conductor.simulation.trace import read_trace\n"
         "from halfmoon.conductor.simulation.world import ClusterShape\n"
         "from halfmoon.schemas.policy import Policy\n"
@@ -94,7 +98,7 @@ def test_what_a_process_holds_is_frozen_for_a_simulation_alone(trace_file: Path)
         "def run():\n"
         "    frozen = []\n"
         "    note = lambda done: frozen.append(gc.get_freeze_count() > 0)\n"
-        "    simulate(arrivals, ClusterShape(prefill=2, decode=2), Policy(), LLAMA3_A800, progress=note)\n"
+        "    simulate(arrivals, ClusterShape(prefill=2, decode=2), Policy(), LLAMA3_A800, RunOptions(progress=note))\n"
         "    print(frozen[0], gc.get_freeze_count() > 0)\n"
         "run(); gc.freeze(); run()\n"
     )
@@ -112,11 +116,12 @@ def test_a_run_is_the_same_again_in_another_process(
     program = (
         "import sys; from halfmoon.conductor.simulation.simulate import simulate\n"
         "from halfmoon.conductor.simulation.profiles import LLAMA3_A800\n"
+        "from halfmoon.conductor.simulation.options import RunOptions\n"
         "from halfmoon.conductor.simulation.trace import read_trace\n"
         "from halfmoon.conductor.simulation.world import ClusterShape\n"
         "from halfmoon.schemas.policy import Policy\n"
         "report = simulate(read_trace(sys.argv[1])[:int(sys.argv[2])], ClusterShape(prefill=8, decode=8), "
-        "Policy(), LLAMA3_A800, noise_percent=5, seed=4)\n"
+        "Policy(), LLAMA3_A800, RunOptions(noise_percent=5, seed=4))\n"
         "print(report.digest, report.ttft_ms.mean)"
     )
     run = subprocess.run(
@@ -125,11 +130,17 @@ def test_a_run_is_the_same_again_in_another_process(
         text=True,
         check=True,
     )
-    report = simulate(conversation[:requests], EIGHT, Policy(), LLAMA3_A800, noise_percent=5, seed=4)
+    report = simulate(
+        conversation[:requests], EIGHT, Policy(), LLAMA3_A800, RunOptions(noise_percent=5, seed=4)
+    )
     assert run.stdout.split() == [report.digest, str(report.ttft_ms.mean)]
-    again = simulate(conversation[:requests], EIGHT, Policy(), LLAMA3_A800, noise_percent=5, seed=4)
+    again = simulate(
+        conversation[:requests], EIGHT, Policy(), LLAMA3_A800, RunOptions(noise_percent=5, seed=4)
+    )
     assert same(again) == same(report)
-    other = simulate(conversation[:requests], EIGHT, Policy(), LLAMA3_A800, noise_percent=5, seed=5)
+    other = simulate(
+        conversation[:requests], EIGHT, Policy(), LLAMA3_A800, RunOptions(noise_percent=5, seed=5)
+    )
     assert other.digest != report.digest
 
 
@@ -189,7 +200,8 @@ def test_a_slow_network_is_felt(conversation: list[Arrival]) -> None:
 def test_faster_replay_waits_longer(conversation: list[Arrival]) -> None:
     policy = Policy(admission="none")
     slow, fast = (
-        simulate(conversation[:400], EIGHT, policy, LLAMA3_A800, speed=speed) for speed in (1.0, 3.0)
+        simulate(conversation[:400], EIGHT, policy, LLAMA3_A800, RunOptions(speed=speed))
+        for speed in (1.0, 3.0)
     )
     assert fast.ttft_ms.mean > 1.5 * slow.ttft_ms.mean
 
@@ -216,7 +228,7 @@ def test_an_interrupted_run_reports_what_it_has(conversation: list[Arrival]) -> 
         if done >= 200:
             raise KeyboardInterrupt
 
-    report = simulate(conversation[:400], EIGHT, Policy(), LLAMA3_A800, progress=interrupt)
+    report = simulate(conversation[:400], EIGHT, Policy(), LLAMA3_A800, RunOptions(progress=interrupt))
     assert not report.complete
     assert 200 <= report.requests < 400
     assert report.open > 0

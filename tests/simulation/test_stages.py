@@ -43,19 +43,22 @@ def parts(*layers: int) -> list[LayerStage]:
 
 
 def test_stages_compute_at_the_same_time_but_for_filling_and_emptying() -> None:
-    times = stage_times(EVEN, parts(2, 2), 1_000, 0, 100, link_bytes_s=10**15)
+    times = stage_times(EVEN, parts(2, 2), range(0, 1_000, 100), link_bytes_s=10**15)
     # Ten chunks of 100 ms, half of each on either; the last begins when the first chunk has come.
     assert times.ends_ns == [500 * MS, 550 * MS]
     assert times.busy_ns == [500 * MS, 500 * MS]
     assert times.moved_bytes == 1_000 * (2 * 1_024 + 1_024)
-    assert stage_times(EVEN, parts(3, 1), 1_000, 0, 100, link_bytes_s=10**15).ends_ns == [750 * MS, 775 * MS]
+    assert stage_times(EVEN, parts(3, 1), range(0, 1_000, 100), link_bytes_s=10**15).ends_ns == [
+        750 * MS,
+        775 * MS,
+    ]
 
 
 def test_a_slow_link_holds_the_last_stage_up_and_cached_layers_the_first() -> None:
-    slow = stage_times(EVEN, parts(2, 2), 1_000, 0, 100, link_bytes_s=1_024_000)
+    slow = stage_times(EVEN, parts(2, 2), range(0, 1_000, 100), link_bytes_s=1_024_000)
     # 1,024 bytes of KV a layer and token, in two layers, and a residual: 3 ms a token.
     assert slow.ends_ns == [500 * MS, 3_100 * MS]
-    cached = stage_times(EVEN, parts(2, 2), 1_000, 900, 100, link_bytes_s=1_024_000)
+    cached = stage_times(EVEN, parts(2, 2), range(900, 1_000, 100), link_bytes_s=1_024_000)
     assert cached.ends_ns == [1_850 * MS, 2_200 * MS]
 
 

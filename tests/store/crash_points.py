@@ -56,8 +56,8 @@ FILES = (
     "agent/context",
     "agent/orders",
     "agent/release",
-    "agent/serve_workers",
-    "agent/serve_clients",
+    "agent/serving/serve_workers",
+    "agent/serving/serve_clients",
 )
 TIER_FILES = 3
 #: A line of a file, by the file's place in FILES.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import OrderUnknown
+from halfmoon.workers.model.prompt_rows import LayerHooks
 from halfmoon.workers.prefill.actions import ComputePrompt
-from halfmoon.workers.prefill.cache_window import CacheWindow
+from halfmoon.workers.prefill.cache_window import CacheWindow, PromptMemory
 from halfmoon.workers.prefill.computation import PromptComputation
 
 BLOCKS = 2
@@ -43,9 +43,10 @@ class Engine:
             say(f"in {block}")
         destination[:] = LATE
 
-    def prefill_chunk(self, *_: Any, after_layer: Callable[[int], None], **__: Any) -> None:
+    def prefill_chunk(self, *_: Any, hooks: LayerHooks, **__: Any) -> None:
         for layer in range(layout().layers):
-            after_layer(layer)
+            assert hooks.after_layer is not None
+            hooks.after_layer(layer)
             say(f"layer {layer}")
 
 
@@ -73,10 +74,9 @@ async def main(url: str, node_id: str) -> None:
     threads = ThreadPoolExecutor(1)
     computation = PromptComputation(
         prompt,
-        engine=Engine(),
-        pool=view,
-        layout=layout(),
-        window=CacheWindow(BLOCKS, room=BLOCKS, each=0),
+        PromptMemory(
+            engine=Engine(), pool=view, layout=layout(), window=CacheWindow(BLOCKS, room=BLOCKS, each=0)
+        ),
         copies=threads,
         tell=lambda _: None,
     )

@@ -18,7 +18,7 @@ from test_failures import tell
 from halfmoon.schemas import store as messages
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
-from halfmoon.schemas.replicas import Replicate
+from halfmoon.schemas.store import Replicate
 from halfmoon.store.agent.kv_events import KvEvents, KvEventsOptions
 from halfmoon.store.agent.peers import sign
 from halfmoon.store.errors import TransferRefused

@@ -14,6 +14,7 @@ from store_harness import SECRET, layout
 from transport_harness import Side
 
 from halfmoon.store.config import StoreConfig
+from halfmoon.store.transports.base import ServedPool
 from halfmoon.store.transports.rdma import gpu as rdma_gpu
 from halfmoon.store.transports.rdma import transport as rdma
 from halfmoon.store.transports.rdma import verbs as rdma_verbs
@@ -135,12 +136,9 @@ def make(config_rdma: str) -> rdma.RdmaTransport:
     side = Side("shm", "one", rdma=config_rdma)
     try:
         return rdma.RdmaTransport(
-            side.view,
-            side.guard,
+            ServedPool(view=side.view, access=side.guard, incarnation="i", counters=side.counters),
             side.config.rdma_options,
             side.executor,
-            incarnation="i",
-            counters=side.counters,
             exchange=side.exchange,
         )
     finally:

@@ -19,7 +19,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Ordered, ReplicateBlocks
 from halfmoon.schemas.events import StoreSuspected
 from halfmoon.schemas.keys import join_keys
-from halfmoon.schemas.replicas import Drained, DrainStore, Replicate, Replicated
+from halfmoon.schemas.store import Drained, DrainStore, Replicate, Replicated
 from halfmoon.store.client import StoreClient
 from halfmoon.store.errors import StoreError
 from halfmoon.store.pool.slots import tenant_mark

@@ -18,6 +18,7 @@ from store_harness import Cluster, cluster, layout, until
 from halfmoon.schemas.events import BlocksEvicted, BlocksStored, StoreInventory, TierLost
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.kv import KvLoaded
+from halfmoon.store.agent import tier_load
 from halfmoon.store.agent.agent import StoreAgent
 from halfmoon.store.client import StoreClient, key_of
 from halfmoon.store.errors import BlockMissing, WrongTenant
@@ -154,8 +155,11 @@ def test_a_reader_on_another_node_gets_it_and_the_log_knows_the_tiers(nats_url: 
     tell(nats_url, story)
 
 
-def test_a_worker_loads_from_its_own_node_layer_by_layer(nats_url: str, tmp_path: Path) -> None:
-    """As the conductor orders it: a fetch whose source is the node itself."""
+def test_a_worker_loads_from_its_own_node_layer_by_layer(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the conductor orders it: a fetch whose source is the node itself. Each group has one layer here."""
+    monkeypatch.setattr(tier_load, "GROUP_BYTES", 1)
 
     async def story(here: Cluster) -> None:
         agent, client = await start(here, tmp_path / "tier")
@@ -171,8 +175,8 @@ def test_a_worker_loads_from_its_own_node_layer_by_layer(nats_url: str, tmp_path
         assert (fetched.bytes, fetched.blocks) == (3 * BLOCK, 4)
         for index, number in ((0, 0), (1, 1), (2, 29), (3, 2)):
             assert worker.view.blocks[opened.slots[index]].tobytes() == value(number).tobytes()
-        await until(lambda: bool(here.heard["w1"]))
-        assert here.heard["w1"][-1] == KvLoaded(order_id="o1", layer=3, first_block=0, blocks=4)
+        each = [KvLoaded(order_id="o1", layer=layer, first_block=0, blocks=4) for layer in range(4)]
+        await until(lambda: here.heard["w1"][-4:] == each)
         await worker.release("o1")
         counts = agent.context.guard.counts()
         assert (counts.committed, counts.holds, counts.condemned) == (8 - counts.free, 0, 0)

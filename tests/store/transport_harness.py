@@ -30,7 +30,7 @@ from halfmoon.store.pool.guard import PoolGuard, peer_writer
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.segment import Geometry, Segment, host_id, segment_name
 from halfmoon.store.pool.slots import Owner
-from halfmoon.store.transports.base import Call, Peer
+from halfmoon.store.transports.base import Call, Peer, ServedPool
 from halfmoon.store.transports.rdma.transport import RdmaTransport
 from halfmoon.store.transports.tcp.transport import TcpTransport
 from tests.eventually import BOUND_S
@@ -79,11 +79,13 @@ class Side:
         self.others: dict[str, Side] = {}
         self.site = TransportSite(
             config=self.config,
-            view=self.view,
-            access=self.guard,
+            pool=ServedPool(
+                view=self.view,
+                access=self.guard,
+                incarnation=self.incarnation,
+                counters=self.counters,
+            ),
             executor=self.executor,
-            incarnation=self.incarnation,
-            counters=self.counters,
             exchange=self.exchange,
         )
         self.transport = OPENERS["tcp" if kind == "curve" else kind](self.site)

@@ -12,7 +12,7 @@ from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.workers.decode.actions import Deliver
 from halfmoon.workers.decode.events import EngineIdled
-from halfmoon.workers.machines import Report, TakeTokens, TokensTaken
+from halfmoon.workers.machines import Report, TakeTokens, TokensTaken, WorkerFacts
 from halfmoon.workers.mixed.actions import Action, RunIteration
 from halfmoon.workers.mixed.events import Event, IterationMade, MixedOrdered
 from halfmoon.workers.mixed.state import MixedState
@@ -89,18 +89,22 @@ class Script:
     """One worker. The cache and the pool hold the texts up to the end of a block (cache: of what is in it)."""
 
     def __init__(self, layout: Layout = LAYOUT, **fields: Any) -> None:
-        defaults: dict[str, Any] = {
+        own = {
+            name: fields.pop(name)
+            for name in ("batch_max", "budget_tokens", "prepared_max")
+            if name in fields
+        }
+        facts: dict[str, Any] = {
             "worker_id": "m0",
             "node_id": "n1",
             "incarnation": "i",
             "layout": layout,
             "kv_blocks": 16,
-            "batch_max": 4,
-            "budget_tokens": 8,
-            "profile": PROFILE,
             "has_store": layout.layers > 0,
         }
-        self.state = MixedState(**{**defaults, **fields})
+        self.state = MixedState(
+            WorkerFacts(**{**facts, **fields}), PROFILE, **{"batch_max": 4, "budget_tokens": 8, **own}
+        )
         self.layout = layout
         self.now_ns = 0
         self.replies: dict[str, TakeReply] = {}

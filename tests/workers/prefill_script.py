@@ -9,7 +9,7 @@ from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import TakeReply
-from halfmoon.workers.machines import Report, TakeTokens, TokensTaken
+from halfmoon.workers.machines import Report, TakeTokens, TokensTaken, WorkerFacts
 from halfmoon.workers.prefill.actions import Action, ComputePrompt, ReserveSlots, StartPush
 from halfmoon.workers.prefill.events import (
     Event,
@@ -93,8 +93,13 @@ class Script:
     def __init__(self, **config: Any) -> None:
         self.now_ns = 1_000
         self.past: list[Action] = []
-        ids: dict[str, Any] = {"worker_id": "p1", "incarnation": "i1", "layout": LAYOUT, "kv_blocks": 8}
-        self.state = PrefillState(**{**ids, **config})
+        own = {
+            name: config.pop(name)
+            for name in ("prepared_max", "chunk_tokens", "stream_layers")
+            if name in config
+        }
+        facts: dict[str, Any] = {"worker_id": "p1", "incarnation": "i1", "layout": LAYOUT, "kv_blocks": 8}
+        self.state = PrefillState(WorkerFacts(**{**facts, **config}), **own)
 
     def __call__(
         self, kind: type[Any], order_id: str = "1-1", after_ns: int = 0, **fields: Any

@@ -14,7 +14,7 @@ import torch
 from halfmoon.workers.model.attention.choice import AttentionUnavailable, make_attention
 from halfmoon.workers.model.attention.exact import ExactAttention
 from halfmoon.workers.model.attention.flash import FlashAttention, flash_unavailable
-from halfmoon.workers.model.attention.kernel import Attention, SdpaAttention
+from halfmoon.workers.model.attention.kernel import Attention, LayerCache, SdpaAttention
 from halfmoon.workers.model.attention.states import Partial, merge, neutral
 
 PAGE, HEADS, KV_HEADS, DIM = 256, 6, 2, 32
@@ -106,7 +106,7 @@ def test_paged_attention_is_causal_attention(
     out = torch.empty_like(q)
     plan = attention.plan(tables, rows, [r + p for r, p in zip(rows, pasts, strict=True)])
     own_k, own_v = (torch.cat([each[i] for each in own]) for i in (0, 1))
-    attention.attend(q, own_k, own_v, cache[0], cache[1], plan, out)
+    attention.attend(q, own_k, own_v, LayerCache(cache[0], cache[1]), plan, out)
     torch.testing.assert_close(
         out.double(), torch.cat(expected), atol=tolerance(dtype), rtol=tolerance(dtype)
     )

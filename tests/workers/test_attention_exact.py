@@ -14,7 +14,7 @@ import torch
 
 from halfmoon.workers.model.attention.exact import ExactAttention, ExactPlan, own_token
 from halfmoon.workers.model.attention.flash import FlashAttention
-from halfmoon.workers.model.attention.kernel import Attention, SdpaAttention, StepRuns, runs_of
+from halfmoon.workers.model.attention.kernel import Attention, LayerCache, SdpaAttention, StepRuns, runs_of
 from halfmoon.workers.model.attention.states import StateStack
 from halfmoon.workers.model.paged_cache import PagedCache
 from halfmoon.workers.model.pooled_segments import PooledSegments
@@ -79,7 +79,7 @@ class Served:
         k, v = (torch.stack([rows[m][-1] for m in members]) for rows in (self.keys, self.values))
         out = torch.empty_like(q)
         plan = attention.plan(tables, [1] * len(members), [CONTEXTS[member] for member in members])
-        attention.attend(q, k, v, k_cache, v_cache, plan, out)
+        attention.attend(q, k, v, LayerCache(k_cache, v_cache), plan, out)
         return out
 
 
@@ -105,9 +105,9 @@ def test_a_step_may_be_used_for_every_layer(base: Attention, dtype: torch.dtype)
     k, v = (torch.stack([rows[m][-1] for m in members]) for rows in (served.keys, served.values))
     plan = attention.plan(tables, [1, 1], [CONTEXTS[m] for m in members])
     first, second = torch.empty_like(q), torch.empty_like(q)
-    attention.attend(q, k, v, k_cache, v_cache, plan, first)
-    attention.attend(q * 2, k, v, k_cache, v_cache, plan, torch.empty_like(q))
-    attention.attend(q, k, v, k_cache, v_cache, plan, second)
+    attention.attend(q, k, v, LayerCache(k_cache, v_cache), plan, first)
+    attention.attend(q * 2, k, v, LayerCache(k_cache, v_cache), plan, torch.empty_like(q))
+    attention.attend(q, k, v, LayerCache(k_cache, v_cache), plan, second)
     assert torch.equal(first, second)
 
 
@@ -152,7 +152,8 @@ def test_heads_apart_have_the_bits_of_heads_together(base: Attention, dtype: tor
         k, v = (rows[member][-1:, one].contiguous() for rows in (served.keys, served.values))
         out = torch.empty_like(q)
         plan = attention.plan([table], [1], [CONTEXTS[member]])
-        attention.attend(q, k, v, k_cache[:, :, one].contiguous(), v_cache[:, :, one].contiguous(), plan, out)
+        heads = LayerCache(k_cache[:, :, one].contiguous(), v_cache[:, :, one].contiguous())
+        attention.attend(q, k, v, heads, plan, out)
         assert torch.equal(out[0], together[head * group : (head + 1) * group])
 
 
@@ -167,7 +168,7 @@ def test_a_chunk_has_its_bits_wherever_its_past_lies(base: Attention, dtype: tor
         k_cache, v_cache = served.cache([table], [member])
         out = torch.empty_like(q)
         plan = attention.plan([table], [rows], [past + rows])
-        attention.attend(q, k, v, k_cache, v_cache, plan, out)
+        attention.attend(q, k, v, LayerCache(k_cache, v_cache), plan, out)
         found.append(out)
     assert not found[0].isnan().any()
     assert torch.equal(found[0], found[1])
@@ -186,7 +187,9 @@ def test_a_chunk_has_its_bits_where_its_past_is_in_a_pool(
     whole = list(range(9))
     k_cache, v_cache = served.cache([whole], [member])
     expected, found = torch.empty_like(q), torch.empty_like(q)
-    attention.attend(q, k, v, k_cache, v_cache, attention.plan([whole], [rows], [past + rows]), expected)
+    attention.attend(
+        q, k, v, LayerCache(k_cache, v_cache), attention.plan([whole], [rows], [past + rows]), expected
+    )
 
     config: Any = SimpleNamespace(layers=1, kv_heads=KV_HEADS, head_dim=DIM)
     pool = PagedCache(config, len(whole), BLOCK, dtype)
@@ -201,7 +204,7 @@ def test_a_chunk_has_its_bits_where_its_past_is_in_a_pool(
     plan.elsewhere = pooled
     k_cache[2:6], v_cache[2:6] = float("nan"), float("nan")
     pooled.ask(0, q)
-    attention.attend(q, k, v, k_cache, v_cache, plan, found)
+    attention.attend(q, k, v, LayerCache(k_cache, v_cache), plan, found)
     assert not expected.isnan().any()
     assert torch.equal(found, expected)
 

@@ -16,6 +16,7 @@ from reference import prefill
 
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
+from halfmoon.workers.model.prompt_rows import LayerHooks
 
 BLOCK_TOKENS = 64
 LENGTHS = (300, 64, 129, 5)
@@ -210,12 +211,18 @@ def test_layers_are_announced_in_order_and_a_stop_ends_between_two(engine: Engin
     def note(name: str) -> Callable[[int], None]:
         return lambda layer: seen.append((name, layer))
 
-    engine.prefill_chunk([3, 4, 5], 0, table, before_layer=note("load"), after_layer=note("store"))
+    engine.prefill_chunk(
+        [3, 4, 5], 0, table, hooks=LayerHooks(before_layer=note("load"), after_layer=note("store"))
+    )
     layers = engine.config.layers
     assert seen == [(name, layer) for layer in range(layers) for name in ("load", "store")]
     seen.clear()
     stopped = engine.prefill_chunk(
-        [3, 4, 5], 0, table, after_layer=note("store"), want_logits=True, should_stop=lambda: len(seen) == 2
+        [3, 4, 5],
+        0,
+        table,
+        want_logits=True,
+        hooks=LayerHooks(after_layer=note("store"), should_stop=lambda: len(seen) == 2),
     )
     assert stopped is None
     assert seen == [("store", layer) for layer in range(2)]
@@ -230,7 +237,9 @@ def test_the_layer_announced_is_in_the_cache(engine: Engine) -> None:
     for_layer: list[bool] = []
     engine.prefill_chunk(
         PROMPTS[1], 0, table,
-        after_layer=lambda i: for_layer.append(torch.equal(engine.cache.k[i, table[0]], expected[i])),
+        hooks=LayerHooks(
+            after_layer=lambda i: for_layer.append(torch.equal(engine.cache.k[i, table[0]], expected[i]))
+        ),
     )  # fmt: skip
     assert for_layer == [True] * engine.config.layers
     engine.allocator.free(table)

@@ -17,7 +17,7 @@ from halfmoon.workers.attention.held_caches import HeldCaches, HeldTails
 from halfmoon.workers.attention.slot_list import SlotList
 from halfmoon.workers.model.attention.exact import ExactAttention, own_token
 from halfmoon.workers.model.attention.flash import FlashAttention
-from halfmoon.workers.model.attention.kernel import Attention, SdpaAttention
+from halfmoon.workers.model.attention.kernel import Attention, LayerCache, SdpaAttention
 from halfmoon.workers.model.attention.states import StateStack
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.paged_cache import PagedCache
@@ -71,7 +71,7 @@ class Case:
         exact = ExactAttention(base, self.segment)
         plan = exact.plan(tables, [1] * len(PASTS), [past + 1 for past in PASTS])
         out = torch.empty_like(self.q)
-        exact.attend(self.q, self.own[0], self.own[1], cache.k[0], cache.v[0], plan, out)
+        exact.attend(self.q, self.own[0], self.own[1], LayerCache(cache.k[0], cache.v[0]), plan, out)
         return out
 
     def oracle(self) -> Tensor:

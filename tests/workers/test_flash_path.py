@@ -12,6 +12,7 @@ from reference import prefill
 
 from halfmoon.workers.model.attention import choice as attention_choice
 from halfmoon.workers.model.attention.flash import FlashAttention
+from halfmoon.workers.model.attention.kernel import LayerCache
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
 
@@ -91,7 +92,7 @@ def test_a_step_s_tables_are_what_the_package_takes(flash: Engine) -> None:
     plan = attention.plan(tables, [1] * len(PROMPTS), [len(p) + 1 for p in PROMPTS])
     q = torch.zeros(len(PROMPTS), flash.config.heads, flash.config.head_dim, dtype=torch.bfloat16)
     own = q[:, : flash.config.kv_heads]
-    attention.attend(q, own, own, flash.cache.k[0], flash.cache.v[0], plan, q.clone())
+    attention.attend(q, own, own, LayerCache(flash.cache.k[0], flash.cache.v[0]), plan, q.clone())
     assert plan.device_tables is not None
     assert plan.device_lengths is not None
     assert plan.device_lengths.tolist() == [n + 1 for n in LENGTHS]
@@ -99,7 +100,7 @@ def test_a_step_s_tables_are_what_the_package_takes(flash: Engine) -> None:
         assert row[: len(table)] == table
     plan.device_tables[-1, 0] = flash.cache.num_blocks
     with pytest.raises(AssertionError):
-        attention.attend(q, own, own, flash.cache.k[0], flash.cache.v[0], plan, q.clone())
+        attention.attend(q, own, own, LayerCache(flash.cache.k[0], flash.cache.v[0]), plan, q.clone())
 
 
 def test_a_query_without_a_key_adds_nothing(flash: Engine) -> None:

@@ -16,7 +16,7 @@ from halfmoon.workers.machines import Report, TokensTaken
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.prefill.actions import ComputePrompt, SendResult
-from halfmoon.workers.prefill.cache_window import CacheWindow
+from halfmoon.workers.prefill.cache_window import CacheWindow, PromptMemory
 from halfmoon.workers.prefill.computation import PromptComputation
 from halfmoon.workers.prefill.events import (
     FirstTokenDrawn,
@@ -74,10 +74,7 @@ def computed(engine: Counted, kept: KeptPrompts, block: int, key: bytes = b"k", 
     with ThreadPoolExecutor(1) as copies:
         computation = PromptComputation(
             prompt,
-            engine=engine,
-            pool=None,
-            layout=layout,
-            window=CacheWindow(1, room=4, each=0),
+            PromptMemory(engine=engine, pool=None, layout=layout, window=CacheWindow(1, room=4, each=0)),
             copies=copies,
             tell=lambda _: None,
             kept=kept,

@@ -16,6 +16,7 @@ from reference import prefill
 
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
+from halfmoon.workers.model.prompt_rows import LayerHooks
 from halfmoon.workers.model.transformer import Rotary
 from halfmoon.workers.prefill.cache_window import CacheWindow
 
@@ -84,9 +85,10 @@ class Spilled:
                 chunk,
                 block * size,
                 table,
-                after_layer=store,
                 want_logits=block + 1 == len(self.pool),
-                elsewhere=self.elsewhere if self.elsewhere.segments else None,
+                hooks=LayerHooks(
+                    after_layer=store, elsewhere=self.elsewhere if self.elsewhere.segments else None
+                ),
             )
         assert logits is not None
         return self.engine.logits_digest(logits)

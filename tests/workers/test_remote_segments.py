@@ -26,6 +26,7 @@ from halfmoon.workers.attention.errors import PartRefused
 from halfmoon.workers.attention.held import HeldSegments
 from halfmoon.workers.attention.remote_segments import RemoteSegments
 from halfmoon.workers.model.engine import Engine
+from halfmoon.workers.model.prompt_rows import LayerHooks
 
 __all__ = ["any_borrower", "any_engine", "any_model"]
 
@@ -90,7 +91,7 @@ def chunks(engine: Engine, table: list[int], start: int, tokens: int, borrower: 
             at,
             table,
             want_logits=True,
-            elsewhere=None if borrower is None else borrower.remote,
+            hooks=LayerHooks(elsewhere=None if borrower is None else borrower.remote),
         )
         assert logits is not None
         digests.append(engine.logits_digest(logits))

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from halfmoon.workers.model.sampling import filtered, sample, sample_batch, uniform
-from halfmoon.workers.model.sampling_params import SampleRequest, SamplingInvalid, SamplingParams
+from halfmoon.workers.model.sampling import filtered, sample_batch, uniform
+from halfmoon.workers.model.sampling import sample as sample_row
+from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingInvalid, SamplingParams
 
 LOGITS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05]).log()
+
+
+def sample(logits: torch.Tensor, params: SamplingParams, **fields: Any) -> Sampled:
+    """One token; `fields` are those of its request."""
+    return sample_row(logits, params, SampleRequest(params=params, **fields))
 
 
 def kept(**options: Any) -> list[int]:
@@ -138,17 +144,7 @@ def test_a_batch_is_each_row_by_itself_and_leaves_the_logits_alone() -> None:
         ),
     ]
     assert [request.plain_greedy for request in requests] == [True, False, False, False]
-    alone = [
-        sample(
-            row,
-            r.params,
-            prompt_ids=r.prompt_ids,
-            output_ids=r.output_ids,
-            index=r.index,
-            banned_ids=r.banned_ids,
-        )
-        for row, r in zip(logits, requests, strict=True)
-    ]
+    alone = [sample_row(row, r.params, r) for row, r in zip(logits, requests, strict=True)]
     assert sample_batch(logits, requests) == alone
     assert torch.equal(logits, before)
 

@@ -23,7 +23,7 @@ from halfmoon.store.errors import ChannelLost
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.prefill.actions import ComputePrompt, ComputeStage
-from halfmoon.workers.prefill.cache_window import CacheWindow
+from halfmoon.workers.prefill.cache_window import CacheWindow, PromptMemory
 from halfmoon.workers.prefill.computation import OrderAborted, PromptComputation
 from halfmoon.workers.prefill.events import LayerStored, PrefixLayerLoaded
 from halfmoon.workers.prefill.layer_progress import LayersMissing, StageGone
@@ -124,10 +124,12 @@ class Group:
         )
         return PromptComputation(
             action,
-            engine=self.engines[-1],
-            pool=self.pool,
-            layout=self.layout,
-            window=CacheWindow(BLOCKS, room=BLOCKS + 2, each=2),
+            PromptMemory(
+                engine=self.engines[-1],
+                pool=self.pool,
+                layout=self.layout,
+                window=CacheWindow(BLOCKS, room=BLOCKS + 2, each=2),
+            ),
             copies=self.threads,
             tell=self.heard.append,
             channels=ChannelConfig(hello=hello(self.stages[-1].worker_id), options=options("unix")),

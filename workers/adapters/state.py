@@ -49,6 +49,7 @@ from halfmoon.workers.machines import (
     Report,
     TakeTokens,
     TokensTaken,
+    WorkerFacts,
     WorkerStopped,
     refusal,
 )
@@ -72,19 +73,9 @@ class AdaptedRequest:
 class AdapterState:
     """See the module. `requests` are the open orders by id, in the order of their arrival."""
 
-    def __init__(
-        self,
-        *,
-        worker_id: str,
-        incarnation: str,
-        layout: Layout,
-        kv_blocks: int,
-        profile: CostProfile,
-        engine_model: str,
-        eos_ids: frozenset[int],
-    ) -> None:
-        self.worker_id, self.incarnation = worker_id, incarnation
-        self.layout, self.kv_blocks = layout, kv_blocks
+    def __init__(self, worker: WorkerFacts, profile: CostProfile, *, engine_model: str) -> None:
+        self.worker_id, self.incarnation = worker.worker_id, worker.incarnation
+        self.layout, self.kv_blocks = worker.layout, worker.kv_blocks
         self.requests: dict[str, AdaptedRequest] = {}
         self.finished: OrderedDict[str, DecodeSequence] = OrderedDict()
         self.times = StepTimes(profile)
@@ -96,7 +87,7 @@ class AdapterState:
         self.stopped = False
         self.now_ns = self.wall_ns = 0
         self.out: list[Action] = []
-        self._engine_model, self._eos_ids = engine_model, eos_ids
+        self._engine_model, self._eos_ids = engine_model, worker.eos_ids
 
     def on(self, event: Event) -> list[Action]:
         """The actions that follow from `event`, in the order in which they must be begun."""

@@ -14,7 +14,7 @@ import functools
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -50,8 +50,16 @@ LOOK_S, LOOK_AGAIN_S = 1.0, 0.2
 AWAY_MAX = 2
 
 
+class AdaptedModel(NamedTuple):
+    """The model that the engine serves: its name there, the number of its token ids, and its end tokens."""
+
+    name: str
+    vocabulary: int
+    eos_ids: frozenset[int]
+
+
 class AdapterWorker(Worker):
-    """See the module; every decision is in `state`. `vocabulary`, `eos_ids`: the model's."""
+    """See the module; every decision is in `state`."""
 
     role = "mixed"
     state: AdapterState
@@ -62,14 +70,11 @@ class AdapterWorker(Worker):
         api: EngineApi,
         mirror: EngineMirror,
         config: WorkerConfig,
-        *,
-        engine_model: str,
-        vocabulary: int,
-        eos_ids: frozenset[int],
+        model: AdaptedModel,
     ) -> None:
         super().__init__(bus, api, None, config)
         self.api, self.mirror = api, mirror
-        self.engine_model, self.vocabulary, self.eos_ids = engine_model, vocabulary, eos_ids
+        self.model = model
         #: Gets why the engine cannot be used any more.
         self.lost: asyncio.Future[str] = self._loop.create_future()
         self.announcer = Announcer(
@@ -84,13 +89,7 @@ class AdapterWorker(Worker):
     async def prepare(self) -> None:
         config = self.config
         self.state = AdapterState(
-            worker_id=config.worker_id,
-            incarnation=self.incarnation,
-            layout=config.layout,
-            kv_blocks=config.kv_blocks,
-            profile=config.profile,
-            engine_model=self.engine_model,
-            eos_ids=self.eos_ids,
+            self.facts(self.model.eos_ids), config.profile, engine_model=self.model.name
         )
         asked = subjects.resend(config.worker_id, "*")
         await self.bus.serve(asked, ResendRequest, self._resend, author="frontend_id")
@@ -196,7 +195,7 @@ class AdapterWorker(Worker):
         cached = self.mirror.blocks.leading(action.block_keys)
         self.hear(EngineAsked(at_ns=time.monotonic_ns(), order_id=order_id, cached_blocks=cached))
         try:
-            async for heard in self.api.complete(action.body, self.vocabulary):
+            async for heard in self.api.complete(action.body, self.model.vocabulary):
                 now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
                 self.hear(
                     TokensHeard(

@@ -6,8 +6,8 @@ from halfmoon.bus.connection import Bus
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
 from halfmoon.workers.frontend.config import FrontendConfig
-from halfmoon.workers.frontend.http_edge import HttpEdge
-from halfmoon.workers.frontend.nats_edge import NatsEdge
+from halfmoon.workers.frontend.edges.http_edge import HttpEdge
+from halfmoon.workers.frontend.edges.nats_edge import NatsEdge
 from halfmoon.workers.frontend.registry import RequestRegistry
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 

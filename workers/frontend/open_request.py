@@ -26,6 +26,7 @@ from halfmoon.schemas.prompt_logprobs import packed_bytes
 from halfmoon.schemas.roles import ROLES
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import Delivery, TakeReply, TakeRequest, Timing
+from halfmoon.workers.frontend.prompts import TokenizedPrompt
 from halfmoon.workers.model.text.control_text import ControlAsText
 from halfmoon.workers.model.text.detokenizer import TokenBytes
 from halfmoon.workers.model.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
@@ -49,6 +50,14 @@ class Listener(Protocol):
     def on_piece(self, request: OpenRequest, piece: Piece) -> None: ...
 
     def on_error(self, request: OpenRequest, error: ApiError) -> None: ...
+
+
+class RequestOrigin(NamedTuple):
+    """When a request came, by the monotonic clock, and its traces: the client's, and this frontend's span."""
+
+    at_ns: int
+    traceparent: str = ""
+    span: OpenSpan | None = None
 
 
 class Progress(enum.Enum):
@@ -106,26 +115,22 @@ class OpenRequest:
 
     def __init__(
         self,
-        *,
         ask: ApiRequest,
         arrived: RequestArrived,
-        packed_prompt: bytes,
-        root_key: bytes,
+        prompt: TokenizedPrompt,
         tokenizer: Tokenizer,
-        end_ids: frozenset[int],
         listener: Listener,
-        now_ns: int,
-        traceparent: str = "",
-        span: OpenSpan | None = None,
+        origin: RequestOrigin,
     ) -> None:
+        now_ns = origin.at_ns
         self.ask = ask
         self.arrived = arrived
-        self.packed_prompt = packed_prompt
-        self.root_key = root_key
+        self.packed_prompt = prompt.packed
+        self.root_key = prompt.root_key
         self.listener = listener
         #: As the client sent it; ours is the span's.
-        self.traceparent = traceparent
-        self.span = span
+        self.traceparent = origin.traceparent
+        self.span = origin.span
         self.alias = ask.request_id
         self.arrived_at_ns = now_ns
         self.first_at_ns = 0
@@ -156,7 +161,7 @@ class OpenRequest:
         self.resending = False
         #: Redelivery in a row that the worker answered with "I have no such order".
         self.unknown_count = 0
-        self.end_ids = end_ids
+        self.end_ids = frozenset(tokenizer.eos_ids).union(sampling.stop_token_ids)
         #: The bytes that each token adds to the text.
         self.text_tokens: TokenBytes = tokenizer if ask.skip_special_tokens else ControlAsText(tokenizer)
         self.detokenizer = self.new_detokenizer()

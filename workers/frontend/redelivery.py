@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import msgspec
@@ -59,14 +59,13 @@ class OpenRequests(Protocol):
 
     def fail(self, request: OpenRequest, error: ApiError, reason: str = "") -> None: ...
 
-    def on_tokens(self, message: TokensSampled) -> None: ...
-
 
 class Redelivery:
     """Asks again for tokens that were lost on the way. One for a registry."""
 
-    def __init__(self, registry: OpenRequests) -> None:
-        self._registry = registry
+    def __init__(self, registry: OpenRequests, on_tokens: Callable[[TokensSampled], None]) -> None:
+        """`on_tokens` gets what is sent again."""
+        self._registry, self._on_tokens = registry, on_tokens
 
     def watch(self, request: OpenRequest, now_ns: int) -> None:
         """Called for every open request, often."""
@@ -134,7 +133,7 @@ class Redelivery:
         if reply.known:
             request.heard_at_ns = time.monotonic_ns()
             if reply.delivery is not None:
-                self._registry.on_tokens(TokensSampled(worker_id=worker_id, deliveries=[reply.delivery]))
+                self._on_tokens(TokensSampled(worker_id=worker_id, deliveries=[reply.delivery]))
         elif self._is_open(request) and request.order_id == order_id:
             self._unknown(request)
         return reply.more

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import os
 import time
 import uuid
 from collections.abc import Coroutine
@@ -20,50 +18,37 @@ from typing import Any
 import msgspec
 
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.errors import BusOverloaded, PeerError
+from halfmoon.bus.errors import BusOverloaded
 from halfmoon.bus.tail import StreamTail
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.metrics import process_registry
-from halfmoon.bus.telemetry.tracing import Tracing
-from halfmoon.schemas import subjects
 from halfmoon.schemas.api.errors import CLIENT_GONE, ApiError
 from halfmoon.schemas.api.requests import ApiRequest
-from halfmoon.schemas.codec import encode
 from halfmoon.schemas.decisions import (
     AnnounceYourself,
     FailRequest,
     RejectRequest,
-    StartDecode,
-    StartMixed,
-    StartPrefill,
 )
 from halfmoon.schemas.events import (
     FrontendHeartbeat,
     FrontendJoined,
     FrontendLeft,
-    RequestArrived,
     RequestCancelled,
 )
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.roles import ROLES
-from halfmoon.schemas.tokens import ORDER_UNKNOWN, TakeReply, TakeRequest, TokensGiven, TokensSampled
 from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.frontend.intake import RequestIntake
 from halfmoon.workers.frontend.log_health import LogHealth
 from halfmoon.workers.frontend.metrics import FrontendMetrics, LogDisk
-from halfmoon.workers.frontend.open_request import Listener, OpenRequest, Progress, order_rank
-from halfmoon.workers.frontend.prompts import PromptReader
-from halfmoon.workers.frontend.redelivery import Redelivery
+from halfmoon.workers.frontend.open_request import Listener, OpenRequest
 from halfmoon.workers.frontend.rejections import rejection
-from halfmoon.workers.frontend.sampling_reader import SamplingReader
-from halfmoon.workers.frontend.spans import begin_request, end_request, refused_request
+from halfmoon.workers.frontend.spans import end_request
 from halfmoon.workers.frontend.tenants import ALL_TENANTS
+from halfmoon.workers.frontend.token_exchange import TokenExchange
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 _TICK_S = 0.25
-#: A worker that asks before its placement was heard here waits so long; shorter than it waits for an answer.
-_PLACED_NS_MAX = 1_500_000_000
-_PLACED_PAUSE_S = 0.02
 
 
 class RequestRegistry:
@@ -78,21 +63,18 @@ class RequestRegistry:
         self.metrics = FrontendMetrics(config.model, of_process)
         self.log_health = LogHealth(bus, config)
         of_process.register(LogDisk(self.log_health, config))
-        self.prompts = PromptReader(config, tokenizer, layout, payload_bytes_max=bus.nc.max_payload)
+        self.intake = RequestIntake(config, tokenizer, layout, payload_bytes_max=bus.nc.max_payload)
+        self.prompts = self.intake.prompts
         #: Of the KVCache: requests share whole blocks.
         self.block_tokens = layout.block_tokens
-        self._sampling = SamplingReader(tokenizer, config.sampling_defaults)
         self.requests: dict[str, OpenRequest] = {}
         self.draining = False
-        #: OpenTelemetry, where it is switched on.
-        self.tracing: Tracing | None = None
         self._joined = False
         self.started_at_s = int(time.time())
         self._incarnation = uuid.uuid4().hex[:16]
-        self._end_ids = frozenset(tokenizer.eos_ids)
         #: By tenant and name: no tenant sees another's names, not even by one that is taken.
         self._aliases: dict[tuple[str, str], OpenRequest] = {}
-        self._redelivery = Redelivery(self)
+        self.exchange = TokenExchange(self)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -103,15 +85,11 @@ class RequestRegistry:
         """Take part in the cluster. Raises BusError."""
         frontend_id = self.config.frontend_id
         reader = await self.bus.open_decisions(frontend_id)
-        placements = await self.bus.open_placements(frontend_id)
-        await self.bus.serve(subjects.take(frontend_id, "*"), TakeRequest, self._on_take, author="worker_id")
-        tokens = subjects.tokens(frontend_id, "*")
-        await self.bus.subscribe(tokens, TokensSampled, self.on_tokens, author="worker_id")
+        await self.exchange.start()
         await self.bus.append(
             FrontendJoined(frontend_id=frontend_id, incarnation=self._incarnation), source_id=frontend_id
         )
         self.spawn(self._follow_decisions(reader))
-        self.spawn(self._follow_placements(placements))
         self.spawn(self._tick())
         self.spawn(self.metrics.slo.follow(self.bus, self.prompts.learn))
         self._joined = True
@@ -125,8 +103,7 @@ class RequestRegistry:
         for request in list(self.requests.values()):
             self.fail(request, ApiError(503, "this frontend is stopping", code="stopping"), "frontend stops")
         await end_tasks(self._tasks)
-        self.prompts.close()
-        self._sampling.close()
+        self.intake.close()
         if not self.bus.nc.is_closed:
             left = FrontendLeft(
                 frontend_id=self.config.frontend_id, incarnation=self._incarnation, reason="stopped"
@@ -190,45 +167,13 @@ class RequestRegistry:
         configuration's.
         """
         now_ns = time.monotonic_ns()
-        if max_tokens_default is None:
-            max_tokens_default = None if ask.chat else self.config.max_tokens_default
-        prompt = await self.prompts.read(ask, max_tokens_default=max_tokens_default)
-        sampling = await self._sampling.read(ask)
-        if sampling is not ask.sampling:
-            ask = dataclasses.replace(ask, sampling=sampling)
+        ask, prompt = await self.intake.read(ask, max_tokens_default)
         if (ask.tenant, ask.request_id) in self._aliases:
             raise ApiError(
                 422, "a request of this request_id is open", param="request_id", code="request_id_in_use"
             )
-        arrived = RequestArrived(
-            request_id=new_request_id(),
-            frontend_id=self.config.frontend_id,
-            prompt_tokens=prompt.tokens,
-            max_tokens=prompt.max_tokens,
-            block_keys=prompt.block_keys,
-            ttft_slo_ns=ask.ttft_slo_ns,
-            tbt_slo_ns=ask.tbt_slo_ns,
-            tenant=ask.tenant,
-            priority=ask.priority,
-        )
-        span = None
-        if self.tracing is not None:
-            span = begin_request(self.tracing, ask, arrived, self.config.model, traceparent, now_ns)
-            if span is not None:
-                arrived = msgspec.structs.replace(arrived, traceparent=span.traceparent)
-        stop_ids = ask.sampling.stop_token_ids
-        request = OpenRequest(
-            ask=ask,
-            arrived=arrived,
-            packed_prompt=prompt.packed,
-            root_key=prompt.root_key,
-            tokenizer=self.tokenizer,
-            end_ids=self._end_ids.union(stop_ids) if stop_ids else self._end_ids,
-            listener=listener,
-            now_ns=now_ns,
-            traceparent=traceparent,
-            span=span,
-        )
+        request = self.intake.request(ask, prompt, listener, now_ns=now_ns, traceparent=traceparent)
+        arrived = request.arrived
         try:  # before anything knows it: what the log cannot take was never accepted
             self.bus.append_soon(arrived, source_id=self.config.frontend_id)
         except BusOverloaded as problem:
@@ -238,14 +183,6 @@ class RequestRegistry:
         if request.alias:
             self._aliases[ask.tenant, request.alias] = request
         return request
-
-    def refused(self, error: ApiError, began_ns: int, *, chat: bool, traceparent: str) -> None:
-        """An edge took no request in, or `open` raised: it has a span all the same, where there are traces."""
-        if self.tracing is not None:
-            operation, config = "chat" if chat else "text_completion", self.config
-            refused_request(
-                self.tracing, operation, config.frontend_id, config.model, traceparent, began_ns, error
-            )
 
     def find(self, name: str, tenant: str) -> OpenRequest | None:
         """By request id, or by the id that the client gave: a request of `tenant`, of any where that is ALL_TENANTS."""
@@ -273,6 +210,14 @@ class RequestRegistry:
                 self._tell_cancelled(request, reason)
             request.listener.on_error(request, error)
 
+    def finish(self, request: OpenRequest, *, stopped: bool) -> None:
+        """Its last token is out. `stopped`: at a stop string, of which its worker does not know."""
+        self._remove(request)
+        self.metrics.finish(request)
+        end_request(request, self.config.model)
+        if stopped:
+            self._tell_cancelled(request, "stop")
+
     def _remove(self, request: OpenRequest) -> bool:
         if self.requests.pop(request.request_id, None) is None:
             return False
@@ -286,87 +231,6 @@ class RequestRegistry:
         self.bus.append_soon(
             RequestCancelled(request_id=request.request_id, reason=reason), source_id=self.config.frontend_id
         )
-
-    # --- tokens, to the workers and from them ---------------------------------------------------------------
-
-    async def _follow_placements(self, reader: StreamTail) -> None:
-        async for ordered in self.bus.follow_decisions(reader):
-            match ordered.decision:
-                case StartPrefill() as order:
-                    self._on_placed(order, order.worker_id, order.decode_worker_id)
-                case StartDecode() as order:
-                    self._on_placed(order, "", order.worker_id)
-                case StartMixed() as order:
-                    self._on_placed(order, order.worker_id, order.worker_id)
-                case _:
-                    pass
-
-    def _on_placed(
-        self, order: StartPrefill | StartDecode | StartMixed, prefill_id: str, decode_id: str
-    ) -> None:
-        """Give the workers the tokens before they ask. `prefill_id` "": nothing is to be computed anew."""
-        request = self.requests.get(order.request_id)
-        if request is None or order_rank(order.order_id) <= request.order_rank:
-            return  # not wanted any more; or another conductor's copy
-        resumes = bool(request.output_ids)
-        request.prefill_worker = prefill_id
-        request.progress_at_ns = time.monotonic_ns()
-        ask = TakeRequest(
-            request_id=order.request_id,
-            order_id=order.order_id,
-            worker_id=decode_id,
-            role="decode",
-        )
-        me = self.config.frontend_id
-        given = encode(TokensGiven(frontend_id=me, order_id=order.order_id, taken=request.take(ask)))
-        for worker_id in dict.fromkeys(filter(None, (prefill_id, decode_id))):
-            self.bus.nc.send(subjects.give(worker_id, me), given)
-        if resumes:
-            self.metrics.resumed.inc()
-
-    async def _on_take(self, ask: TakeRequest) -> TakeReply:
-        """A worker asks for the tokens of an order: it gets those that a conductor named it for.
-
-        Request ids and order ids are no secret among workers, so they are no right to the text.
-        """
-        until_ns = time.monotonic_ns() + _PLACED_NS_MAX
-        while (request := self.requests.get(ask.request_id)) is not None:
-            if order_rank(ask.order_id) <= request.order_rank:
-                break
-            if time.monotonic_ns() > until_ns:
-                raise PeerError(ORDER_UNKNOWN, f"no conductor has placed {ask.order_id} yet")
-            await asyncio.sleep(_PLACED_PAUSE_S)
-        if request is None or ask.order_id != request.order_id:
-            return TakeReply(gone=True)
-        named = request.decode_worker if "batch" in ROLES[ask.role].duties else request.prefill_worker
-        if ask.worker_id != named:
-            raise PeerError("not_placed", f"{ask.order_id} was given to another worker")
-        return request.take(ask)
-
-    def on_tokens(self, message: TokensSampled) -> None:
-        now_ns = time.monotonic_ns()
-        for delivery in message.deliveries:
-            request = self.requests.get(delivery.request_id)
-            if request is None or (request.order_id, request.decode_worker) != (
-                delivery.order_id,
-                message.worker_id,
-            ):
-                continue
-            had, last_at_ns = len(request.output_ids), request.last_at_ns
-            progress = request.accept(delivery, now_ns)
-            if progress is Progress.GAP:
-                self._redelivery.ask(request)
-            elif progress is Progress.FAILED:
-                assert request.failure is not None, request.request_id
-                self.fail(request, request.failure, "no answer")
-            elif progress is not Progress.NOTHING:
-                self.metrics.count(request, had, last_at_ns)
-                if progress is not Progress.MORE:
-                    self._remove(request)
-                    self.metrics.finish(request)
-                    end_request(request, self.config.model)
-                    if progress is Progress.STOPPED:
-                        self._tell_cancelled(request, "stop")
 
     # --- decisions and time ---------------------------------------------------------------------------------
 
@@ -408,15 +272,10 @@ class RequestRegistry:
                     frontend_id=source_id,
                     incarnation=self._incarnation,
                     open_requests=len(self.requests),
-                    silent=self._redelivery.silent(now_ns),
+                    silent=self.exchange.redelivery.silent(now_ns),
                 )
                 self.bus.append_soon(beat, source_id=source_id)
             for request in list(self.requests.values()):
-                self._redelivery.watch(request, now_ns)
+                self.exchange.redelivery.watch(request, now_ns)
             self.metrics.show_open(self.requests.values())
             await asyncio.sleep(min(_TICK_S, self.config.heartbeat_ns / SECOND_NS))
-
-
-def new_request_id() -> str:
-    """26 characters that sort by time (ms), as hexadecimal."""
-    return f"{time.time_ns() // 1_000_000:012x}{os.urandom(7).hex()}"

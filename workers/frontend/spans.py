@@ -13,6 +13,7 @@ from halfmoon.bus.telemetry.tracing import OpenSpan, Tracing, Value, wall_ns
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.workers.frontend.config import FrontendConfig
 
 if TYPE_CHECKING:
     from halfmoon.workers.frontend.open_request import OpenRequest
@@ -47,9 +48,8 @@ def begin_request(
 
 def refused_request(
     tracing: Tracing,
+    config: FrontendConfig,
     operation: str,
-    frontend_id: str,
-    model: str,
     traceparent: str,
     began_ns: int,
     error: ApiError,
@@ -58,9 +58,9 @@ def refused_request(
     about: dict[str, Value] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "halfmoon",
-        "halfmoon.frontend": frontend_id,
+        "halfmoon.frontend": config.frontend_id,
     }
-    span = tracing.begin(f"{operation} {model}", traceparent, wall_ns(began_ns), about, server=True)
+    span = tracing.begin(f"{operation} {config.model}", traceparent, wall_ns(began_ns), about, server=True)
     if span is not None:
         span.end(time.time_ns(), _error(error), error=error.message)
 

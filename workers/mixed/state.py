@@ -23,7 +23,6 @@ from collections import OrderedDict
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartMixed
 from halfmoon.schemas.events import DecodeStarted, WorkerHeartbeat
-from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.batch_former import BatchFormer, Iteration
 from halfmoon.workers.decode.actions import AnswerResend, EndSpan, Measure, Wake
@@ -37,6 +36,7 @@ from halfmoon.workers.machines import (
     OrderCancelled,
     Report,
     TokensTaken,
+    WorkerFacts,
     WorkerStopped,
 )
 from halfmoon.workers.mixed import rows
@@ -56,28 +56,23 @@ class MixedState:
 
     def __init__(
         self,
+        worker: WorkerFacts,
+        profile: CostProfile,
         *,
-        worker_id: str,
-        node_id: str,
-        incarnation: str,
-        layout: Layout,
-        kv_blocks: int,
         batch_max: int,
         budget_tokens: int,
-        profile: CostProfile,
-        has_store: bool = True,
         prepared_max: int = 3,
-        eos_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self.worker_id, self.node_id, self.incarnation = worker_id, node_id, incarnation
+        layout, kv_blocks = worker.layout, worker.kv_blocks
+        self.worker_id, self.node_id, self.incarnation = worker.worker_id, worker.node_id, worker.incarnation
         self.layout, self.kv_blocks, self.prepared_max = layout, kv_blocks, prepared_max
         #: Exact numerics: a block's KV depends on the chunk that it is computed in, so chunks are whole blocks.
         self.grain = layout.block_tokens if layout.numerics == "exact" else 1
         self.budget_tokens = max(budget_tokens, self.grain)
         self.rules = JobRules(
-            worker_id=worker_id,
+            worker_id=worker.worker_id,
             layout=layout,
-            has_store=has_store,
+            has_store=worker.has_store,
             chunk_tokens=self.budget_tokens,
             stream_layers=False,
             prompt_blocks_max=kv_blocks if layout.layers else None,
@@ -101,7 +96,7 @@ class MixedState:
         self.stopped = False
         self.now_ns = self.wall_ns = 0
         self.out: list[Action] = []
-        self._eos_ids = eos_ids
+        self._eos_ids = worker.eos_ids
 
     def on(self, event: Event) -> list[Action]:
         """The actions that follow from `event`, in the order in which they must be begun."""

@@ -55,17 +55,11 @@ class MixedWorker(PromptWorker):
     async def prepare(self) -> None:
         config = self.config
         self.state = MixedState(
-            worker_id=config.worker_id,
-            node_id=config.node_id,
-            incarnation=self.incarnation,
-            layout=config.layout,
-            kv_blocks=config.kv_blocks,
+            self.facts(self.engine.config.eos_token_ids),
+            config.profile,
             batch_max=config.batch_max,
             budget_tokens=config.token_budget,
-            profile=config.profile,
-            has_store=self.store is not None,
             prepared_max=config.prepared_max,
-            eos_ids=frozenset(self.engine.config.eos_token_ids),
         )
         self._awake = asyncio.Event()
         #: The next iteration of the compute thread.

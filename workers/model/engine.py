@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -31,13 +31,13 @@ from halfmoon.workers.model.attention.exact import (
     ExactPlan,
     PartsElsewhere,
 )
-from halfmoon.workers.model.attention.kernel import Attention, Plan
+from halfmoon.workers.model.attention.kernel import Attention, LayerCache, Plan
 from halfmoon.workers.model.block_allocator import BlockAllocator
 from halfmoon.workers.model.groups import cut, in_turn
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.paged_cache import LayerBytes, PagedCache
 from halfmoon.workers.model.pooled_segments import PooledSegments
-from halfmoon.workers.model.prompt_rows import PromptRows, PromptScores
+from halfmoon.workers.model.prompt_rows import NO_HOOKS, LayerHooks, PromptRows, PromptScores
 from halfmoon.workers.model.sampling import sample, sample_batch, score
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 from halfmoon.workers.model.segments import segment_tokens as default_segment_tokens
@@ -110,33 +110,18 @@ class Engine:
         start: int,
         block_table: Sequence[int],
         *,
-        before_layer: Callable[[int], None] | None = None,
-        after_layer: Callable[[int], None] | None = None,
         want_logits: bool = False,
-        should_stop: Callable[[], bool] | None = None,
-        elsewhere: Elsewhere | None = None,
         scores: PromptScores | None = None,
+        hooks: LayerHooks = NO_HOOKS,
     ) -> Tensor | None:
         """Computes the KV of tokens `[start, start + len(token_ids))` of one sequence, whose earlier KV is
-        cached. Segments whose blocks are AWAY in the table are attended to by `elsewhere`, in exact mode.
+        cached, or is where `hooks` have it from.
 
-        `before_layer(i)` returns when layer i of the earlier KV is in the cache (the chunk's own projection, which
-        needs none of it, runs before); `after_layer(i)` is called when layer i of this chunk is. Returns
-        the last token's logits, f32 `[vocab]`, if wanted. None also when `should_stop` said so between
-        two layers: the chunk's KV is then incomplete. `scores` gets those of the tokens behind these.
+        Returns the last token's logits, f32 `[vocab]`, if wanted; None also when the hooks stopped it between two
+        layers. `scores` gets those of the tokens behind these.
         """
         chunk = PromptRows(token_ids, start, block_table, want_logits, scores)
-        return in_turn(
-            [
-                self._chunk_rows(
-                    chunk,
-                    before_layer=before_layer,
-                    after_layer=after_layer,
-                    should_stop=should_stop,
-                    elsewhere=elsewhere,
-                )
-            ]
-        )[0]
+        return in_turn([self._chunk_rows(chunk, hooks=hooks)])[0]
 
     def activation(self, tokens: int) -> Tensor:
         """Memory on the CPU for the residual of a chunk of so many tokens, `[rows, hidden]` with rows of padding."""
@@ -148,14 +133,14 @@ class Engine:
         chunk: PromptRows,
         layers: range,
         before: Tensor | None,
-        **hooks: Any,
+        hooks: LayerHooks,
     ) -> Tensor | None:
-        """As `prefill_chunk`, with its hooks, of some layers alone: from the residual `before` them (None: from the
+        """As `prefill_chunk`, of some layers alone: from the residual `before` them (None: from the
         tokens, whose ids are looked at only then). Returns the residual after them, on the CPU; after the model's last
         one, what `prefill_chunk` returns. All layers in stages give the bits of all at once: the residual is passed on
         as it is.
         """
-        made: Tensor | None = in_turn([self._chunk_rows(chunk, layers=layers, before=before, **hooks)])[0]
+        made: Tensor | None = in_turn([self._chunk_rows(chunk, layers=layers, before=before, hooks=hooks)])[0]
         return made.cpu() if made is not None and layers.stop < self.config.layers else made
 
     def _chunk_rows(
@@ -164,10 +149,7 @@ class Engine:
         *,
         layers: range | None = None,
         before: Tensor | None = None,
-        before_layer: Callable[[int], None] | None = None,
-        after_layer: Callable[[int], None] | None = None,
-        should_stop: Callable[[], bool] | None = None,
-        elsewhere: Elsewhere | None = None,
+        hooks: LayerHooks = NO_HOOKS,
     ) -> Generator[None, None, Tensor | None]:
         """As `prefill_chunk`; yields after each layer."""
         token_ids, start, block_table = chunk.token_ids, chunk.start, chunk.block_table
@@ -179,22 +161,22 @@ class Engine:
         if before is not None:
             x = before.to(self.device)
         layers = range(self.config.layers) if layers is None else layers
-        plan = self._plan([block_table], [count], [start + count], elsewhere)
+        plan = self._plan([block_table], [count], [start + count], hooks.elsewhere)
         attended = self._room(padded)
         for i in layers:
             layer = self._model.layers[i]
-            if should_stop is not None and should_stop():
+            if hooks.should_stop is not None and hooks.should_stop():
                 return None
             q, k, v = layer.project(x, cos, sin)
-            if elsewhere is not None:
-                elsewhere.ask(i, q[:count])
-            if before_layer is not None:
-                before_layer(i)
+            if hooks.elsewhere is not None:
+                hooks.elsewhere.ask(i, q[:count])
+            if hooks.before_layer is not None:
+                hooks.before_layer(i)
             self._store(i, slots, k[:count], v[:count])
-            if after_layer is not None:
+            if hooks.after_layer is not None:
                 self.synchronize()
-                after_layer(i)
-            self._attend(i, q, k, v, plan, attended, count)
+                hooks.after_layer(i)
+            self._attend(i, q[:count], k[:count], v[:count], plan, attended)
             x = layer.finish(x, attended.view(padded, -1))
             yield
         if layers.stop < self.config.layers:
@@ -290,7 +272,7 @@ class Engine:
             q, k, v = layer.project(x, cos, sin)
             self._store(i, slots, k[:rows], v[:rows])
             for own, plan in plans:
-                self._attend(i, q[own], k[own], v[own], plan, attended[own], own.stop - own.start)
+                self._attend(i, q[own], k[own], v[own], plan, attended[own])
             x = layer.finish(x, attended.view(padded, -1))
         for chunk, (own, _) in zip(chunks, plans[bool(batch) :], strict=True):
             self._score(x[own], chunk)
@@ -365,12 +347,11 @@ class Engine:
                 elsewhere.ask(i, q[:batch])
             self._store(i, slots, k[:batch], v[:batch])
             if isinstance(plan, ExactPlan) and isinstance(self.attention, ExactAttention):
-                k_cache, v_cache = self.cache.k[i], self.cache.v[i]
-                self.attention.begin(q[:batch], k[:batch], v[:batch], k_cache, v_cache, plan)
+                self.attention.begin(q[:batch], k[:batch], v[:batch], self._layer_cache(i), plan)
                 yield
                 self.attention.finish(plan, attended)
             else:
-                self._attend(i, q, k, v, plan, attended, batch)
+                self._attend(i, q[:batch], k[:batch], v[:batch], plan, attended)
             x = layer.finish(x, attended.view(len(attended), -1))
         return self._model.logits(x)[:batch]
 
@@ -411,12 +392,12 @@ class Engine:
         scratch = PagedCache(layer, each, self.block_tokens, self.dtype, self.device)
         return PooledSegments(self.attention, scratch, block)
 
-    def _attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, out: Tensor, rows: int
-    ) -> None:
-        """The first `rows` rows; the others are padding."""
-        k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
-        self.attention.attend(q[:rows], k[:rows], v[:rows], k_cache, v_cache, plan, out)
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, out: Tensor) -> None:
+        """Without rows of padding in `q`, `k` and `v`; `out` may have some."""
+        self.attention.attend(q, k, v, self._layer_cache(layer), plan, out)
+
+    def _layer_cache(self, layer: int) -> LayerCache:
+        return LayerCache(self.cache.k[layer], self.cache.v[layer])
 
     def _enter(
         self, token_ids: Sequence[int], positions: Sequence[int], padded: int
@@ -461,16 +442,7 @@ class Engine:
     @torch.inference_mode()
     def sample(self, logits_row: Tensor, params: SamplingParams, request: SampleRequest) -> Sampled:
         """One token; `params` stand in for those of `request`."""
-        return sample(
-            logits_row,
-            params,
-            prompt_ids=request.prompt_ids,
-            output_ids=request.output_ids,
-            index=request.index,
-            banned_ids=request.banned_ids,
-            allowed_ids=request.allowed_ids,
-            forbidden=self._forbidden(request),
-        )
+        return sample(logits_row, params, request, self._forbidden(request))
 
     def prepare_grammar(self, grammar: str) -> None:
         """Compile it before its first mask is wanted. On any thread but those that nobody may wait for."""

@@ -8,7 +8,7 @@ mode.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import xxhash
 
 from halfmoon.workers.model.block_allocator import BlockAllocator
 from halfmoon.workers.model.loading.config import ModelConfig
-from halfmoon.workers.model.prompt_rows import PromptRows, PromptScores, ScoredToken
+from halfmoon.workers.model.prompt_rows import NO_HOOKS, LayerHooks, PromptRows, PromptScores, ScoredToken
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -81,14 +81,11 @@ class NullEngine:
         start: int,
         block_table: Sequence[int],
         *,
-        before_layer: Callable[[int], None] | None = None,
-        after_layer: Callable[[int], None] | None = None,
         want_logits: bool = False,
-        should_stop: Callable[[], bool] | None = None,
-        elsewhere: object = None,
         scores: PromptScores | None = None,
+        hooks: LayerHooks = NO_HOOKS,
     ) -> NullRow | None:
-        """Without layers, no callback is called, and nothing is elsewhere."""
+        """Without layers, no hook is called, and nothing is elsewhere."""
         count = len(token_ids)
         assert count > 0, "an empty chunk has no last token"
         assert start + count <= self.config.context_tokens_max, (start, count, self.config.context_tokens_max)

@@ -37,15 +37,10 @@ def uniform(seed: int, index: int) -> float:
 def sample(
     logits: Tensor,
     params: SamplingParams,
-    *,
-    prompt_ids: Sequence[int] = (),
-    output_ids: Sequence[int] = (),
-    index: int,
-    banned_ids: Sequence[int] = (),
-    allowed_ids: Sequence[int] = (),
+    request: SampleRequest,
     forbidden: Tensor | None = None,
 ) -> Sampled:
-    """One token from f32 `logits` `[vocab]`, which are left as they were.
+    """One token from f32 `logits` `[vocab]`, which are left as they were. `params` stand in for those of `request`.
 
     `forbidden` `[vocab]`: what the text's grammar does not allow. The grammar's word counts above all: bans that would
     leave nothing of what it allows are passed over.
@@ -53,10 +48,10 @@ def sample(
     if forbidden is not None:
         logits = logits.masked_fill(forbidden.to(logits.device), float("-inf"))
     raw = logits
-    if params.adjusts_logits or banned_ids or allowed_ids:
-        adjusted = _adjust(logits.clone(), params, prompt_ids, output_ids, banned_ids, allowed_ids)
+    if params.adjusts_logits or request.banned_ids or request.allowed_ids:
+        adjusted = _adjust(logits.clone(), params, request)
         logits = adjusted if float(adjusted.max()) > float("-inf") else raw
-    token = int(logits.argmax()) if params.greedy else _draw(logits, params, index)
+    token = int(logits.argmax()) if params.greedy else _draw(logits, params, request.index)
     if params.logprobs is None:
         return Sampled(token)
     logprobs = torch.log_softmax(raw, dim=-1)
@@ -82,16 +77,7 @@ def sample_batch(
     return [
         Sampled(largest[row])
         if request.plain_greedy
-        else sample(
-            logits[row],
-            request.params,
-            prompt_ids=request.prompt_ids,
-            output_ids=request.output_ids,
-            index=request.index,
-            banned_ids=request.banned_ids,
-            allowed_ids=request.allowed_ids,
-            forbidden=forbidden(request),
-        )
+        else sample(logits[row], request.params, request, forbidden(request))
         for row, request in enumerate(requests)
     ]
 
@@ -113,23 +99,16 @@ def score(logits: Tensor, token_ids: Sequence[int], top: int) -> list[ScoredToke
     ]
 
 
-def _adjust(
-    logits: Tensor,
-    params: SamplingParams,
-    prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
-    banned_ids: Sequence[int],
-    allowed_ids: Sequence[int],
-) -> Tensor:
+def _adjust(logits: Tensor, params: SamplingParams, request: SampleRequest) -> Tensor:
     """In place. Repetition counts the prompt too; presence and frequency count generated tokens only
     (OpenAI).
     """
-    vocab = logits.numel()
+    vocab, output_ids = logits.numel(), request.output_ids
     for token, bias in (params.logit_bias or {}).items():
         if 0 <= token < vocab:
             logits[token] += bias
     if params.repetition_penalty != 1.0:
-        ids = _index(sorted({*prompt_ids, *output_ids}), logits)
+        ids = _index(sorted({*request.prompt_ids, *output_ids}), logits)
         values = logits[ids]
         logits[ids] = torch.where(
             values > 0, values / params.repetition_penalty, values * params.repetition_penalty
@@ -139,13 +118,13 @@ def _adjust(
         ids = _index(list(counts), logits)
         times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
         logits[ids] -= params.frequency_penalty * times + params.presence_penalty
-    if allowed_ids:
-        ids = _index([token for token in allowed_ids if 0 <= token < vocab], logits)
+    if request.allowed_ids:
+        ids = _index([token for token in request.allowed_ids if 0 <= token < vocab], logits)
         others = torch.ones_like(logits, dtype=torch.bool)
         others[ids] = False
         logits[others] = float("-inf")
-    if banned_ids:
-        logits[_index(list(banned_ids), logits)] = float("-inf")
+    if request.banned_ids:
+        logits[_index(list(request.banned_ids), logits)] = float("-inf")
     return logits
 
 

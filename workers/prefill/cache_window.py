@@ -9,6 +9,8 @@ segment is worth more in the cache than another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.model.segments import AWAY
@@ -45,3 +47,16 @@ class CacheWindow:
         own = block + blocks - self._stay - away
         assert own <= self._each, (block, blocks)
         return [*cache[: self._stay], *[AWAY] * away, *cache[self._stay : self._stay + own]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptMemory:
+    """Where the KV of a prompt lies while it is computed: in the engine's cache, as far as `window` says, and in the
+    slots of the node's pool.
+    """
+
+    engine: Any
+    #: None: nothing is stored, nothing is cached.
+    pool: Any
+    layout: Layout
+    window: CacheWindow

@@ -10,14 +10,14 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.schemas.policy import Layout
 from halfmoon.workers import hold_points
-from halfmoon.workers.model.prompt_rows import PromptRows
+from halfmoon.workers.model.prompt_rows import LayerHooks, PromptRows
 from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.prefill.actions import ComputePrompt
-from halfmoon.workers.prefill.cache_window import CacheWindow
+from halfmoon.workers.prefill.cache_window import PromptMemory
 from halfmoon.workers.prefill.events import ChunkStored, LayerStored, PrefixLayerLoaded, StepOfOrder
 from halfmoon.workers.prefill.kept_prompts import KeptPrompts
 from halfmoon.workers.prefill.layer_progress import LayerLoads, LayersMissing, StageGone
@@ -33,16 +33,13 @@ class OrderAborted(Exception):
 
 
 class PromptComputation:
-    """`tell` gets the events, from any thread. `pool` None: nothing is stored, nothing is cached."""
+    """`tell` gets the events, from any thread."""
 
     def __init__(
         self,
         prompt: ComputePrompt,
+        memory: PromptMemory,
         *,
-        engine: Any,
-        pool: Any,
-        layout: Layout,
-        window: CacheWindow,
         copies: Executor,
         tell: Callable[[StepOfOrder], None],
         channels: ChannelConfig | None = None,
@@ -53,10 +50,8 @@ class PromptComputation:
         self.loads = LayerLoads()
         self.loads.fetched_up_to(prompt.fetched_layer)
         self._prompt = prompt
-        self._engine = engine
-        self._pool = pool
-        self._layout = layout
-        self._window = window
+        self._engine, self._pool = memory.engine, memory.pool
+        self._layout, self._window = memory.layout, memory.window
         self._copies = copies
         self._tell = tell
         self._stopped = False
@@ -68,7 +63,7 @@ class PromptComputation:
         self._present = frozenset(prompt.present)
         first = prompt.stages[-1].first_layer if prompt.stages else 0
         #: Those that are computed here.
-        self._layers = range(first, layout.layers)
+        self._layers = range(first, memory.layout.layers)
         self._group: StageGroup | None = None
         #: What was waited for the stage before.
         self.stage_wait_ns = 0
@@ -76,16 +71,7 @@ class PromptComputation:
             from halfmoon.workers.prefill.stage_group import StageGroup
 
             assert channels is not None, "stages, and no channels"
-            self._group = StageGroup(
-                prompt,
-                engine=engine,
-                pool=pool,
-                layout=layout,
-                loads=self.loads,
-                hello=channels.hello,
-                options=channels.options,
-                tell=tell,
-            )
+            self._group = StageGroup(prompt, memory, loads=self.loads, channels=channels, tell=tell)
 
     def stop(self) -> None:
         """Before the next layer; `run` then raises OrderAborted."""
@@ -164,29 +150,29 @@ class PromptComputation:
         blocks = range(chunk.start // block_tokens, self._layout.blocks(chunk.stop))
         table = self._window.table(cache, blocks.start, len(blocks))
         tokens, last = prompt.token_ids[chunk.start : chunk.stop], chunk is prompt.chunks[-1]
-        after_layer = None if self._pool is None else self._store_layer(table, blocks)
+        hooks = LayerHooks(
+            before_layer=before_layer,
+            after_layer=None if self._pool is None else self._store_layer(table, blocks),
+            should_stop=lambda: self._stopped,
+        )
         if self._group is not None:
             logits = self._engine.prefill_stage(
                 PromptRows(tokens, chunk.start, table, want_logits=last, scores=self.scores),
                 self._layers,
                 self._rows_of(self._group),
-                before_layer=before_layer,
-                after_layer=after_layer,
-                should_stop=lambda: self._stopped,
+                hooks,
             )
         else:
             if elsewhere is not None:
                 elsewhere.segments = self._window.away(blocks.start)
+                hooks = replace(hooks, elsewhere=elsewhere if elsewhere.segments else None)
             logits = self._engine.prefill_chunk(
                 tokens,
                 chunk.start,
                 table,
-                before_layer=before_layer,
-                after_layer=after_layer,
                 want_logits=last,
-                should_stop=lambda: self._stopped,
-                elsewhere=elsewhere if elsewhere is not None and elsewhere.segments else None,
                 scores=self.scores,
+                hooks=hooks,
             )
         if self._stopped:
             raise OrderAborted(self.order_id)

@@ -20,7 +20,7 @@ from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.errors import ChannelLost
 from halfmoon.workers import hold_points
 from halfmoon.workers.model.attention.kernel import Tensor
-from halfmoon.workers.model.prompt_rows import PromptRows
+from halfmoon.workers.model.prompt_rows import LayerHooks, PromptRows
 from halfmoon.workers.prefill.actions import ComputeStage
 from halfmoon.workers.prefill.stage_listener import StageListener
 from halfmoon.workers.prefill.stage_messages import (
@@ -121,9 +121,7 @@ class StageComputation:
             PromptRows(tokens, begin, cache[: blocks.stop]),
             self._layers,
             before,
-            before_layer=load,
-            after_layer=send,
-            should_stop=lambda: self._stopped,
+            LayerHooks(before_layer=load, after_layer=send, should_stop=lambda: self._stopped),
         )
         if after is None:
             raise ChannelLost(self._action.prefill_worker_id, "it was stopped")

@@ -14,17 +14,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfmoon.schemas.decisions import LayerStage
-from halfmoon.schemas.policy import Layout
 from halfmoon.store.channels.channel import WorkerChannel
-from halfmoon.store.channels.hello import ChannelHello
 from halfmoon.store.channels.opening import connect
-from halfmoon.store.channels.options import ChannelOptions
 from halfmoon.store.errors import ChannelError, OrderUnknown
 from halfmoon.workers.model.attention.kernel import Tensor
 from halfmoon.workers.prefill.actions import ComputePrompt
+from halfmoon.workers.prefill.cache_window import PromptMemory
 from halfmoon.workers.prefill.events import LayerStored, PrefixLayerLoaded, StepOfOrder
 from halfmoon.workers.prefill.layer_progress import LayerLoads, LayersMissing, StageGone
 from halfmoon.workers.prefill.stage_messages import (
@@ -37,6 +35,9 @@ from halfmoon.workers.prefill.stage_messages import (
     send_done,
     send_plan,
 )
+
+if TYPE_CHECKING:
+    from halfmoon.workers.worker import ChannelConfig
 
 #: Residuals of chunks that lie between two stages; a stage that is ahead waits.
 AHEAD_MAX = 8
@@ -83,18 +84,15 @@ class StageGroup:
     def __init__(
         self,
         prompt: ComputePrompt,
+        memory: PromptMemory,
         *,
-        engine: Any,
-        pool: Any,
-        layout: Layout,
         loads: LayerLoads,
-        hello: ChannelHello,
-        options: ChannelOptions,
+        channels: ChannelConfig,
         tell: Callable[[StepOfOrder], None],
     ) -> None:
-        self._prompt, self._engine, self._pool, self._layout = prompt, engine, pool, layout
-        self._loads, self._tell = loads, tell
-        self._hello, self._options = hello, options
+        self._prompt, self._loads, self._tell = prompt, loads, tell
+        self._engine, self._pool, self._layout = memory.engine, memory.pool, memory.layout
+        self._hello, self._options = channels.hello, channels.options
         self._others: Sequence[LayerStage] = prompt.stages[:-1]
         self._chunks = [(chunk.start, chunk.stop) for chunk in prompt.chunks]
         self._present = frozenset(prompt.present)

@@ -21,8 +21,13 @@ Source: Mooncake (FAST'25), section 5.2 (layer-wise prefill) and figure 4; dask.
 from __future__ import annotations
 
 from halfmoon.schemas.events import WorkerHeartbeat
-from halfmoon.schemas.policy import Layout
-from halfmoon.workers.machines import Announce, AnnounceRequested, OrderCancelled, WorkerStopped
+from halfmoon.workers.machines import (
+    Announce,
+    AnnounceRequested,
+    OrderCancelled,
+    WorkerFacts,
+    WorkerStopped,
+)
 from halfmoon.workers.prefill.actions import Action
 from halfmoon.workers.prefill.cache_window import outgrows_cache
 from halfmoon.workers.prefill.events import Event, PrefillOrdered, StageOrdered
@@ -38,24 +43,21 @@ class PrefillState:
 
     def __init__(
         self,
+        worker: WorkerFacts,
         *,
-        worker_id: str,
-        incarnation: str,
-        layout: Layout,
-        kv_blocks: int,
-        has_store: bool = True,
         prepared_max: int = 3,
         chunk_tokens: int = 1024,
         stream_layers: bool = True,
     ) -> None:
-        self.worker_id = worker_id
-        self.incarnation = incarnation
+        layout, kv_blocks, has_store = worker.layout, worker.kv_blocks, worker.has_store
+        self.worker_id = worker.worker_id
+        self.incarnation = worker.incarnation
         self.kv_blocks = kv_blocks
         self.prepared_max = prepared_max
         #: Prompts may be longer than the engine's cache: their past is attended to in the pool.
         self.outgrows_cache = has_store and outgrows_cache(layout, kv_blocks)
         self.rules = JobRules(
-            worker_id=worker_id,
+            worker_id=worker.worker_id,
             layout=layout,
             has_store=has_store,
             # Exact numerics: a block's KV depends on the chunk that it is computed in, so every chunk is one block.

@@ -45,7 +45,7 @@ from halfmoon.workers.prefill.actions import (
     StartPush,
     StopComputing,
 )
-from halfmoon.workers.prefill.cache_window import CacheWindow
+from halfmoon.workers.prefill.cache_window import CacheWindow, PromptMemory
 from halfmoon.workers.prefill.computation import OrderAborted, PromptComputation
 from halfmoon.workers.prefill.events import (
     ComputingStopped,
@@ -83,11 +83,7 @@ class PrefillWorker(PromptWorker):
     async def prepare(self) -> None:
         config = self.config
         self.state = PrefillState(
-            worker_id=config.worker_id,
-            incarnation=self.incarnation,
-            layout=config.layout,
-            kv_blocks=config.kv_blocks,
-            has_store=self.store is not None,
+            self.facts(),
             prepared_max=config.prepared_max,
             chunk_tokens=config.chunk_tokens,
             stream_layers=config.stream_layers,
@@ -219,10 +215,7 @@ class PrefillWorker(PromptWorker):
         )
         computation = self._computation = PromptComputation(
             action,
-            engine=self.engine,
-            pool=self._pool,
-            layout=layout,
-            window=window,
+            PromptMemory(engine=self.engine, pool=self._pool, layout=layout, window=window),
             copies=self._copies,
             tell=self._tell,
             channels=self.config.stage_channels,

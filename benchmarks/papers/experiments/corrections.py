@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from benchmarks.papers.experiments.runner import Context, S, Section
+from halfmoon.conductor.simulation.options import RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate
@@ -101,9 +102,11 @@ def predicted(drawn: Offering, cost: Sequence[tuple[float, float]], load: float,
         ClusterShape(prefill=drawn.prefill, decode=drawn.decode),
         policy,
         LLAMA3_A800,
-        seed=drawn.seed,
-        noise_percent=NOISE_PERCENT,
-        cost_times=[(int(share * arrivals[-1].at_ns), times) for share, times in cost],
+        RunOptions(
+            seed=drawn.seed,
+            noise_percent=NOISE_PERCENT,
+            cost_times=[(int(share * arrivals[-1].at_ns), times) for share, times in cost],
+        ),
         outcomes=outcomes,
     )
     done = [one for one in outcomes.values() if one.end == "finished"]

@@ -13,6 +13,7 @@ import msgspec
 
 from benchmarks.papers.systems import run_system
 from halfmoon.conductor.simulation.capacity import Runs
+from halfmoon.conductor.simulation.options import RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800, Profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
@@ -79,10 +80,7 @@ class Context:
                 prefill_group=prefill_group,
             ),
             profile,
-            seed=seed,
-            speed=speed,
-            noise_percent=noise_percent,
-            slo=slo,
+            RunOptions(seed=seed, speed=speed, noise_percent=noise_percent, slo=slo),
             outcomes=outcomes,
         )
         if not report.complete:

@@ -24,7 +24,7 @@ import asyncio
 import contextlib
 import itertools
 import mmap
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 
@@ -35,13 +35,12 @@ from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.store import Hello, QueuePair, RemoteMemory
 from halfmoon.store.errors import HolderUnreachable, TransferError, TransferRefused, TransferTimeout
 from halfmoon.store.pool.checksums import run_sums
-from halfmoon.store.pool.segment import PoolView
 from halfmoon.store.transports.base import (
     Call,
     Cancellation,
     Peer,
+    ServedPool,
     Slice,
-    SlotAccess,
     TransportKind,
     check_items,
 )
@@ -83,25 +82,22 @@ class RdmaTransport:
 
     def __init__(
         self,
-        view: PoolView,
-        access: SlotAccess,
+        pool: ServedPool,
         options: RdmaOptions,
         executor: Executor,
         *,
-        incarnation: str,
-        counters: Counter[str],
         exchange: Exchange,
     ) -> None:
         """Opens the port that `options.device` names. Raises RdmaAbsent, with the reason."""
         if options.device == "off":
             raise RdmaAbsent("rdma is off")
-        self._view = view
-        self._access = access
+        self._view = pool.view
+        self._access = pool.access
         self._options = options
-        self._incarnation = incarnation
-        self._counters = counters
+        self._incarnation = pool.incarnation
+        self._counters = pool.counters
         self._exchange = exchange
-        self._offers = wire.OfferVerifier(options.node_id, incarnation, options.cluster_secret)
+        self._offers = wire.OfferVerifier(options.node_id, pool.incarnation, options.cluster_secret)
         self._verbs = Verbs(choose(Wanted.parse(options.device)), pairs_max=PAIRS)
         try:
             self._context = self._make_context(executor)

@@ -215,7 +215,7 @@ class QueuePairHandle:
         """Posts a one-sided READ from `remote` (address, rkey) to `at` in `local`; only the last one
         completes.
         """
-        self._post(self._pv.e.IBV_WR_RDMA_READ, wr_id, local, at, remote, size, 0, last)
+        self._post(self._pv.e.IBV_WR_RDMA_READ, wr_id, self._piece(local, at, size), remote, signalled=last)
 
     def write(
         self,
@@ -230,7 +230,8 @@ class QueuePairHandle:
         """Posts a one-sided WRITE. One with an immediate completes, here and as a receive at the other end."""
         e = self._pv.e
         opcode = e.IBV_WR_RDMA_WRITE if immediate is None else e.IBV_WR_RDMA_WRITE_WITH_IMM
-        self._post(opcode, wr_id, local, at, remote, size, immediate or 0, immediate is not None)
+        piece, signalled = self._piece(local, at, size), immediate is not None
+        self._post(opcode, wr_id, piece, remote, immediate or 0, signalled=signalled)
 
     def receive(self, wr_id: int, local: Memory, at: int) -> None:
         """Posts a receive: it takes one immediate. Its own memory is not written."""
@@ -245,20 +246,21 @@ class QueuePairHandle:
         with contextlib.suppress(self._pv.Error):
             self._qp.close()
 
+    def _piece(self, local: Memory, at: int, size: int) -> Any:
+        return self._pv.wr.SGE(at, size, local.lkey)
+
     def _post(
         self,
         opcode: int,
         wr_id: int,
-        local: Memory,
-        at: int,
+        piece: Any,
         remote: tuple[int, int],
-        size: int,
-        immediate: int,
+        immediate: int = 0,
+        *,
         signalled: bool,
     ) -> None:
         pv = self._pv
         flags = pv.e.IBV_SEND_SIGNALED if signalled else 0
-        piece = pv.wr.SGE(at, size, local.lkey)
         request = pv.wr.SendWR(
             wr_id=wr_id, opcode=opcode, num_sge=1, imm_data=immediate, sg=[piece], send_flags=flags
         )

@@ -9,7 +9,7 @@ same peer at the same time use several.
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,13 +18,12 @@ import zmq
 from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.store import Hello
 from halfmoon.store.errors import HolderUnreachable, TransferError, TransferRefused
-from halfmoon.store.pool.segment import PoolView
 from halfmoon.store.transports.base import (
     Call,
     Cancellation,
     Peer,
+    ServedPool,
     Slice,
-    SlotAccess,
     TransportKind,
     check_items,
     in_thread,
@@ -53,17 +52,14 @@ class TcpTransport:
 
     def __init__(
         self,
-        view: PoolView,
-        access: SlotAccess,
+        pool: ServedPool,
         options: TcpOptions,
         *,
-        incarnation: str,
         host: str,
-        counters: Counter[str],
         topology: Topology | None = None,
     ) -> None:
         """`host`: an id of this machine (`segment.host_id`). `topology` gives the distances of the NICs."""
-        self._view = view
+        self._view = view = pool.view
         self._options = options
         self._topology = topology or Topology()
         self._host = host
@@ -75,7 +71,11 @@ class TcpTransport:
         self._closed = False
         self.endpoints: list[Endpoint] = []
         service = TcpService(
-            view, access, secret=options.cluster_secret, incarnation=incarnation, counters=counters
+            view,
+            pool.access,
+            secret=options.cluster_secret,
+            incarnation=pool.incarnation,
+            counters=pool.counters,
         )
         self._plain = PlainServer(
             view, service, stall_ns_max=options.stall_ns_max, message_ns_max=options.transfer_ns_max

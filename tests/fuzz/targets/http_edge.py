@@ -237,7 +237,9 @@ class Edge:
         self._frontend = Frontend(self.bus, config, Tokenizer.load(MODEL), LAYOUT)  # type: ignore[arg-type]
         self._registry = self._frontend.registry
         registry = self._registry
-        self.bus.placed = lambda order: registry._on_placed(order, order.worker_id, order.decode_worker_id)
+        self.bus.placed = lambda order: registry.exchange.on_placed(
+            order, order.worker_id, order.decode_worker_id
+        )
 
     async def start(self) -> None:
         await self._frontend.start()

@@ -23,8 +23,8 @@ from halfmoon.bus.errors import PeerError
 from halfmoon.bus.publisher import Publisher, _Outgoing
 from halfmoon.bus.requests import Requests, _Question
 from halfmoon.bus.serving import Responder
-from halfmoon.schemas.channels import CHANNELS
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
+from halfmoon.schemas.contract.channels import CHANNELS
 from halfmoon.schemas.status import StatusRequest
 from halfmoon.schemas.tokens import ResendReply
 from tests.fuzz.frame import Found, Play

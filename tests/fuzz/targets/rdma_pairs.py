@@ -27,7 +27,7 @@ from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.store import QueuePair
 from halfmoon.store.errors import StoreError, TransferError
-from halfmoon.store.transports.base import Call, Peer, Run, Slice
+from halfmoon.store.transports.base import Call, Peer, Run, ServedPool, Slice
 from halfmoon.store.transports.rdma import transport, verbs, wire
 from halfmoon.store.transports.rdma.connection import CELL_BYTES, CELLS, RECEIVED
 from halfmoon.store.transports.rdma.device import Port
@@ -259,10 +259,13 @@ class Side:
             channel,
         ):
             options = RdmaOptions(node_id="n", cluster_secret=SECRET)
-            self._rdma = transport.RdmaTransport(
-                self._port.view, self._port.guard, options, executor, incarnation="i",
-                counters=self._port.counters, exchange=self._exchange,
-            )  # fmt: skip
+            pool = ServedPool(
+                view=self._port.view,
+                access=self._port.guard,
+                incarnation="i",
+                counters=self._port.counters,
+            )
+            self._rdma = transport.RdmaTransport(pool, options, executor, exchange=self._exchange)
         self._peer = Peer(
             node_id="two", incarnation="two-1", host="elsewhere", segment="none", geometry=self._port.geometry,
             endpoints=(Endpoint(transport="rdma", address="::1"),),

@@ -19,18 +19,17 @@ from typing import Any
 import msgspec
 
 from halfmoon.bus.errors import PeerError, PeerUnreachable
-from halfmoon.schemas import replicas as copies
 from halfmoon.schemas import store as messages
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.policy import Layout
-from halfmoon.store.agent import serve
 from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.agent.open_tier import open_tier
 from halfmoon.store.agent.peers import sign
 from halfmoon.store.agent.processes import KnownProcesses
 from halfmoon.store.agent.release import release_order
 from halfmoon.store.agent.replicas import Replicator
+from halfmoon.store.agent.serving import serve
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import StoreError, from_code
 from halfmoon.store.pool.segment import Segment, segment_name
@@ -134,7 +133,7 @@ def _answer(draw: random.Random) -> dict[str, Any]:
     """What another agent says: mostly a genuine hello and answers of the right kind."""
     kinds: list[type[Any]] = [
         messages.Leased, messages.Leased, messages.Reserved, messages.Reserved, messages.Probed, messages.Removed,
-        messages.StoreStatus, messages.Done, copies.Replicated, messages.LeaseEnded, messages.Pushed,
+        messages.StoreStatus, messages.Done, messages.Replicated, messages.LeaseEnded, messages.Pushed,
     ]  # fmt: skip
     if draw.random() < 0.4:
         return {"type": "Hello", "node_id": draw.choice(OTHERS), "incarnation": draw.choice("ab")}

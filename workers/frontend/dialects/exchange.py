@@ -17,8 +17,8 @@ from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.workers.frontend.http_access import check_json
-from halfmoon.workers.frontend.http_answer import UnreadEvents
+from halfmoon.workers.frontend.edges.http_access import check_json
+from halfmoon.workers.frontend.edges.http_answer import UnreadEvents
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.registry import RequestRegistry
 from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
@@ -92,7 +92,7 @@ class Exchanges:
             ask = in_the_name_of(dialect.parse(payload), tenant)
             opened = await self._registry.open(ask, listener, traceparent=traceparent)
         except ApiError as error:
-            self._registry.refused(error, began_ns, chat=True, traceparent=traceparent)
+            self._registry.intake.refused(error, began_ns, chat=True, traceparent=traceparent)
             raise dialect.named(error) from None
         listener.request = opened
         tokenizer, model = self._registry.tokenizer, self._registry.config.model

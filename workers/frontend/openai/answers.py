@@ -6,6 +6,7 @@ Chunks are written by hand around the one part that changes, because a stream ma
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -120,6 +121,16 @@ def generate_chunk(request: OpenRequest, piece: Piece | None, tokenizer: Tokeniz
 # --- OpenAI's -----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class ChoicePlace:
+    """A choice among those of its answer, which has the id of its first one's request."""
+
+    index: int = 0
+    answer_id: str = ""
+    #: It is the only one, and how long it took is told beside it and not within.
+    alone: bool = True
+
+
 class OpenAiFormatter:
     """One choice of an answer over HTTP. `created_s`: unix time."""
 
@@ -129,21 +140,15 @@ class OpenAiFormatter:
         tokenizer: Tokenizer,
         model: str,
         created_s: int,
-        *,
+        place: ChoicePlace,
         scored: OpenRequest | None = None,
-        index: int = 0,
-        answer_id: str = "",
-        alone: bool = True,
     ) -> None:
-        """`index` among the choices of the answer, which has the id of its first one's request. `alone`: it is the only
-        one, and how long it took is told beside it and not within. `scored`: whose prompt's log probabilities are told
-        (this one's).
-        """
+        """`scored`: whose prompt's log probabilities are told (this one's)."""
         ask = request.ask
         self.request = request
         self._scored = request if scored is None else scored
         self._of_prompt = self._scored.ask.sampling.prompt_logprobs >= 0
-        self.index = index
+        self.index = place.index
         self._tokenizer = tokenizer
         self._chat = ask.chat
         self._top = ask.sampling.logprobs
@@ -152,14 +157,14 @@ class OpenAiFormatter:
         self._offsets: TextOffsets | None = None
         self._model = model
         self._created_s = created_s
-        self._alone = alone
-        self._id = ("chatcmpl-" if self._chat else "cmpl-") + (answer_id or request.request_id)
+        self._alone = place.alone
+        self._id = ("chatcmpl-" if self._chat else "cmpl-") + (place.answer_id or request.request_id)
         self._echoed = echoed_text(request, tokenizer) if ask.echo else ""
         self._parts = parts_of(request, tokenizer)
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         head = {"id": self._id, "object": kind, "created": created_s, "model": model}
         self._answer = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
-        self._head = self._answer + b'{"index":%d,' % index
+        self._head = self._answer + b'{"index":%d,' % place.index
         self._unread = True
 
     # --- whole ----------------------------------------------------------------------------------------------

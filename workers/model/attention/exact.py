@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from halfmoon.workers.model.attention.kernel import Attention, Plan, StepRuns, Tensor, runs_of
+from halfmoon.workers.model.attention.kernel import Attention, LayerCache, Plan, StepRuns, Tensor, runs_of
 from halfmoon.workers.model.attention.states import Partial, StateStack
 
 
@@ -93,12 +93,10 @@ class ExactAttention(Attention):
             plan.parts = max(plan.parts, -(-past // self.segment_tokens))
         return plan
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
-    ) -> None:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
         assert isinstance(plan, ExactPlan), plan
         if len(plan.query_tokens) == sum(plan.query_tokens):
-            self.begin(q, k, v, k_cache, v_cache, plan)
+            self.begin(q, k, v, cache, plan)
             self.finish(plan, out)
             return
         assert plan.elsewhere is None or len(plan.query_tokens) == 1, plan.query_tokens
@@ -110,7 +108,7 @@ class ExactAttention(Attention):
             if parts:
                 states = StateStack(parts + 1, count, q.shape[1], q.shape[2], q.device)
                 past = [run for run in plan.runs.items if run.row == i]
-                self._base.chunk_states(q[own], k_cache, v_cache, past, states)
+                self._base.chunk_states(q[own], cache.k, cache.v, past, states)
                 states.out[-1], states.lse[-1] = state.out, state.lse
                 if plan.elsewhere is not None:
                     plan.elsewhere.collect(states)
@@ -119,13 +117,11 @@ class ExactAttention(Attention):
                 out[own] = state.out
             row += count
 
-    def begin(
-        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: ExactPlan
-    ) -> None:
+    def begin(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: ExactPlan) -> None:
         """Attention of one query of each sequence, as far as it is computed here; `finish` is the rest."""
         if plan.states is None:
             plan.states = StateStack(plan.parts + 1, q.shape[0], q.shape[1], q.shape[2], q.device)
-        self._base.segment_states(q, k_cache, v_cache, plan.runs, plan.states)
+        self._base.segment_states(q, cache.k, cache.v, plan.runs, plan.states)
         own_token(q, k, v, plan.states)
 
     def finish(self, plan: ExactPlan, out: Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from halfmoon.workers.model.attention.kernel import Attention, Plan, StepRuns, Tensor
+from halfmoon.workers.model.attention.kernel import Attention, LayerCache, Plan, StepRuns, Tensor
 from halfmoon.workers.model.attention.states import Partial, StateStack, neutral
 
 PAGE_TOKENS_MULTIPLE = 256
@@ -52,17 +52,15 @@ class FlashAttention(Attention):
         module: Any = importlib.import_module("flash_attn")
         self._with_kvcache, self._varlen = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
-    ) -> None:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
         tables, lengths = self._device_plan(plan)
         sequences = len(plan.tables)
         rows = sum(plan.query_tokens)
         if rows == sequences:
             o = self._with_kvcache(
                 q[:rows].unsqueeze(1),
-                k_cache,
-                v_cache,
+                cache.k,
+                cache.v,
                 cache_seqlens=lengths,
                 block_table=tables,
                 causal=True,
@@ -74,8 +72,8 @@ class FlashAttention(Attention):
         for i, count in enumerate(plan.query_tokens):
             o = self._with_kvcache(
                 q[row : row + count].unsqueeze(0),
-                k_cache,
-                v_cache,
+                cache.k,
+                cache.v,
                 cache_seqlens=lengths[i : i + 1],
                 block_table=tables[i : i + 1],
                 causal=True,

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,13 @@ from halfmoon.workers.model.attention.states import Partial, StateStack, merge, 
 from halfmoon.workers.model.segments import AWAY
 
 Tensor = torch.Tensor
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer of a paged cache, each `[num_blocks, block_tokens, kv_heads, head_dim]`."""
+
+    k: Tensor
+    v: Tensor
 
 
 @dataclass(slots=True)
@@ -142,9 +150,7 @@ class Attention(ABC):
         return make_plan(tables, query_tokens, context_tokens, self.block_tokens, self.device)
 
     @abstractmethod
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
-    ) -> None:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
         """Causal attention of every sequence of `plan`, rows of `q` in its order, into `out` (like
         `q`). `k` and `v` `[rows, kv_heads, head_dim]` are what the cache holds of the queries' own tokens.
         """
@@ -215,15 +221,13 @@ class SdpaAttention(Attention):
         found = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
         self._flash = found.default if private_op and found is not None and device.type == "cpu" else None
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
-    ) -> None:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
         row = 0
-        kv_heads, (heads, dim) = k_cache.shape[2], q.shape[1:]
+        kv_heads, (heads, dim) = cache.k.shape[2], q.shape[1:]
         grouped = q.view(-1, kv_heads, heads // kv_heads, dim)
         grouped_out = out.view(-1, kv_heads, heads // kv_heads, dim)
         for i, (rows, context) in enumerate(zip(plan.query_tokens, plan.context_tokens, strict=True)):
-            keys, values = (self.sequence(cache, plan, i, context) for cache in (k_cache, v_cache))
+            keys, values = (self.sequence(each, plan, i, context) for each in cache)
             if rows == 1 and self._flash is not None:
                 # The query heads of one KV head are as good as further query rows, and read its keys once.
                 one = self._flash(

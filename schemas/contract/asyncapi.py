@@ -1,7 +1,7 @@
 """An AsyncAPI 3.0 document of every subject and message, made from the classes themselves.
 
-`python -m halfmoon.schemas.asyncapi docs/asyncapi.json` writes it. What travels where is the table in
-`halfmoon.schemas.channels`. Schemas are JSON Schema draft 07, which is what AsyncAPI readers understand.
+`python -m halfmoon.schemas.contract.asyncapi docs/asyncapi.json` writes it. What travels where is the table in
+`halfmoon.schemas.contract.channels`. Schemas are JSON Schema draft 07, which is what AsyncAPI readers understand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import orjson
 
 import halfmoon.schemas
 from halfmoon.schemas import decisions, subjects
-from halfmoon.schemas.channels import CHANNELS, WITHOUT_CHANNEL, Channel
+from halfmoon.schemas.contract.channels import CHANNELS, WITHOUT_CHANNEL, Channel
 from halfmoon.schemas.types import ID_PATTERN, Message
 
 Node = dict[str, Any]
@@ -29,7 +29,7 @@ def message_classes() -> list[type]:
     """Every message that a module of `halfmoon.schemas` defines: Message classes, and the bodies of the client API."""
     found: list[type] = []
     for module_found in pkgutil.walk_packages(halfmoon.schemas.__path__, "halfmoon.schemas."):
-        if module_found.name == "halfmoon.schemas.asyncapi":
+        if module_found.name == "halfmoon.schemas.contract.asyncapi":
             continue
         module = importlib.import_module(module_found.name)
         for name, kind in vars(module).items():
@@ -163,10 +163,10 @@ def written() -> bytes:
 def main(arguments: list[str]) -> int:
     """Write the document to the one path given."""
     if len(arguments) != 1:
-        print("usage: python -m halfmoon.schemas.asyncapi FILE", file=sys.stderr)
+        print("usage: python -m halfmoon.schemas.contract.asyncapi FILE", file=sys.stderr)
         return 2
     if forgotten := without_channel():
-        print(f"in no channel of schemas/channels.py: {', '.join(forgotten)}", file=sys.stderr)
+        print(f"in no channel of schemas/contract/channels.py: {', '.join(forgotten)}", file=sys.stderr)
         return 1
     Path(arguments[0]).write_bytes(written())
     return 0

@@ -18,7 +18,7 @@ import msgspec
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
-from halfmoon.workers.frontend.openai.answers import OpenAiFormatter
+from halfmoon.workers.frontend.openai.answers import ChoicePlace, OpenAiFormatter
 from halfmoon.workers.frontend.registry import RequestRegistry
 
 #: What may wait in memory for a client that does not read its stream.
@@ -181,10 +181,8 @@ class HttpAnswer(UnreadEvents):
             registry.tokenizer,
             registry.config.model,
             self._created_s,
+            ChoicePlace(index, self._forms[0].request.request_id if index else "", self._alone),
             scored=first.request if first is not None and not ask.stream else None,
-            index=index,
-            answer_id=self._forms[0].request.request_id if index else "",
-            alone=self._alone,
         )
         if self._gone:
             registry.cancel(opened)

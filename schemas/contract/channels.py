@@ -13,7 +13,6 @@ from halfmoon.schemas import (
     events,
     kv,
     lending,
-    replicas,
     snapshots,
     status,
     store,
@@ -229,8 +228,8 @@ _STORE_VERBS: tuple[tuple[str, type[Message], type[Message] | None], ...] = (
     ("settle", store.SettleBlocks, store.Done),
     ("drop", store.DropBlocks, store.Done),
     ("pair", store.QueuePair, store.QueuePair),
-    ("replicate", replicas.Replicate, replicas.Replicated),
-    ("drain", replicas.DrainStore, replicas.Drained),
+    ("replicate", store.Replicate, store.Replicated),
+    ("drain", store.DrainStore, store.Drained),
 )
 
 

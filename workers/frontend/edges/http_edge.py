@@ -39,8 +39,8 @@ from halfmoon.workers.frontend.dialects import openapi
 from halfmoon.workers.frontend.dialects.exchange import Dialect, Exchanges
 from halfmoon.workers.frontend.dialects.messages import MessagesForm
 from halfmoon.workers.frontend.dialects.responses import ResponsesForm
-from halfmoon.workers.frontend.http_access import Origins, check_json
-from halfmoon.workers.frontend.http_answer import HttpAnswer
+from halfmoon.workers.frontend.edges.http_access import Origins, check_json
+from halfmoon.workers.frontend.edges.http_answer import HttpAnswer
 from halfmoon.workers.frontend.page.assets import Assets
 from halfmoon.workers.frontend.page.feed import PageFeed
 from halfmoon.workers.frontend.registry import RequestRegistry
@@ -163,7 +163,7 @@ class HttpEdge:
             default = None if ask.chat else self._config.completion_max_tokens_default
             await answer.open(ask, traceparent=traceparent, max_tokens_default=default)
         except ApiError as error:
-            self._registry.refused(error, began_ns, chat=read is parse_chat, traceparent=traceparent)
+            self._registry.intake.refused(error, began_ns, chat=read is parse_chat, traceparent=traceparent)
             raise
         headers = {"x-request-id": named or answer.request_id}
         if traceparent:

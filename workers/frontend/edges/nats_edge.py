@@ -31,14 +31,14 @@ from halfmoon.schemas.api.bodies import CancelBody, TokenizeBody
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, parse_chat, parse_completion
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
-from halfmoon.workers.frontend.last_words import LastWords
-from halfmoon.workers.frontend.nats_request import (
+from halfmoon.workers.frontend.edges.nats_request import (
     NatsListener,
     answer_too_large,
     client_traceparent,
     one_choice,
 )
-from halfmoon.workers.frontend.nats_service import MicroService, ServiceEndpoint, settled
+from halfmoon.workers.frontend.edges.nats_service import MicroService, ServiceEndpoint, settled
+from halfmoon.workers.frontend.last_words import LastWords
 from halfmoon.workers.frontend.open_request import OpenRequest
 from halfmoon.workers.frontend.prompts import INLINE_CHARACTERS_MAX
 from halfmoon.workers.frontend.registry import RequestRegistry
@@ -120,7 +120,7 @@ class NatsEdge:
             ask = in_the_name_of(one_choice(read(msg.data)), tenant_of_subject(msg.subject))
         except ApiError as error:
             chat, traceparent = read is parse_chat, client_traceparent(msg)
-            self.registry.refused(error, started_ns, chat=chat, traceparent=traceparent)
+            self.registry.intake.refused(error, started_ns, chat=chat, traceparent=traceparent)
             self.refuse(endpoint, started_ns, msg.reply, error)
             return
         listener = NatsListener(self, endpoint, started_ns, msg, ask)
@@ -138,7 +138,7 @@ class NatsEdge:
             if error is INTERNAL:
                 log.exception("a request could not be opened")
             traceparent = listener.traceparent
-            self.registry.refused(error, listener.started_ns, chat=ask.chat, traceparent=traceparent)
+            self.registry.intake.refused(error, listener.started_ns, chat=ask.chat, traceparent=traceparent)
             self.refuse(listener.endpoint, listener.started_ns, listener.reply, error)
             return
         listener.request = request

@@ -12,8 +12,8 @@ import sys
 import orjson
 
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.cli.api_client import ApiClient, ApiFailure, add_tenant, api_client
-from halfmoon.cli.generate import add_sampling, sampling_body, show
+from halfmoon.cli.client.api_client import ApiClient, ApiFailure, add_tenant, api_client
+from halfmoon.cli.client.generate import add_sampling, sampling_body, show
 from halfmoon.cli.options import add_bus, add_config
 
 #: Of an answer, where nothing else is said: a small model may never come to an end by itself.

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.cli.api_client import ApiClient, ApiFailure, add_tenant, api_client
+from halfmoon.cli.client.api_client import ApiClient, ApiFailure, add_tenant, api_client
 from halfmoon.cli.options import add_bus, add_config
 
 _FIELDS: tuple[str, ...] = (

@@ -11,7 +11,7 @@ from halfmoon.store.agent.fetch import fetch_blocks
 from halfmoon.store.agent.open_push import open_push
 from halfmoon.store.agent.processes import KnownProcesses
 from halfmoon.store.agent.release import release
-from halfmoon.store.agent.serve_clients import require_size
+from halfmoon.store.agent.serving.serve_clients import require_size
 from halfmoon.store.agent.tier_load import load_own
 from halfmoon.store.errors import OrderUnknown
 from halfmoon.store.pool.guard import WORKER

@@ -8,7 +8,6 @@ from typing import Any
 from nats.aio.subscription import Subscription
 
 from halfmoon.bus.errors import PeerError
-from halfmoon.schemas import replicas as copies
 from halfmoon.schemas import store as messages
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import StoreJoined
@@ -16,9 +15,9 @@ from halfmoon.schemas.types import Message
 from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.agent.processes import KnownProcesses
 from halfmoon.store.agent.replicas import Replicator
-from halfmoon.store.agent.serve_clients import ClientService
-from halfmoon.store.agent.serve_peers import PeerService
-from halfmoon.store.agent.serve_workers import WorkerService
+from halfmoon.store.agent.serving.serve_clients import ClientService
+from halfmoon.store.agent.serving.serve_peers import PeerService
+from halfmoon.store.agent.serving.serve_workers import WorkerService
 from halfmoon.store.agent.spans import traced
 from halfmoon.store.errors import StoreError
 
@@ -35,8 +34,8 @@ VERBS: Mapping[str, type[Message]] = {
     "close_push": messages.ClosePush,
     "release": messages.ReleaseBlocks,
     "status": messages.StoreStatusRequest,
-    "replicate": copies.Replicate,
-    "drain": copies.DrainStore,
+    "replicate": messages.Replicate,
+    "drain": messages.DrainStore,
     "probe": messages.ProbeBlocks,
     "take": messages.TakeBlocks,
     "remove": messages.RemoveBlocks,

@@ -12,7 +12,7 @@ from halfmoon.bus.wire import reply_subject
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
-from halfmoon.workers.frontend.nats_service import ServiceEndpoint
+from halfmoon.workers.frontend.edges.nats_service import ServiceEndpoint
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.openai.answers import generate_answer, generate_chunk
 from halfmoon.workers.frontend.registry import RequestRegistry

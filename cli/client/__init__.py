@@ -1,0 +1,1 @@
+"""A client of a cluster's NATS API on the terminal."""

@@ -1,0 +1,1 @@
+"""The ends that clients reach: HTTP and NATS."""
