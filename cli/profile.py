@@ -9,15 +9,16 @@ import msgspec
 import orjson
 
 from halfmoon.cli import model as models
+from halfmoon.cli.declared import add_options
 from halfmoon.cli.options import add_config, add_model
 from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.workers.options import WorkerOptions
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_config(parser)
-    parser.add_argument("--attention-kernel", choices=("auto", "sdpa", "flash"), default="auto")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    add_options(parser, WorkerOptions, only=("attention_kernel", "threads"))
     parser.add_argument("--budget-s", type=float, default=30.0, help="how long to measure")
     parser.add_argument("--json", action="store_true")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from halfmoon.bus.credentials import private_directory
+from halfmoon.cli.declared import add_options
 from halfmoon.cli.local.cluster import LocalCluster
 from halfmoon.cli.local.credentials import credentials_of
 from halfmoon.cli.options import (
@@ -26,11 +27,12 @@ from halfmoon.cli.options import (
 )
 from halfmoon.cli.output import add_logging
 from halfmoon.cli.processes.lifecycle import raise_open_files_limit
-from halfmoon.cli.processes.options import add_frontend, add_policy, add_store, add_worker
+from halfmoon.cli.processes.options import add_frontend, add_policy, add_store
 from halfmoon.cli.run_file import RunFile
 from halfmoon.cli.tracing import add_tracing, check_endpoint
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, WORKER_ROLES
+from halfmoon.workers.options import WorkerOptions
 
 if sys.platform != "linux":  # the shared memory segments and the parent's death signal are Linux's
     raise RuntimeError("halfmoon runs on Linux")
@@ -68,7 +70,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--nats-port", type=int, default=0, help="of our nats-server (default: 4222, or a free one)"
     )
     add_model(parser)
-    add_worker(parser)
+    add_options(parser, WorkerOptions, "worker")
     for role in WORKER_ROLES:
         parser.add_argument(
             f"--{role}-kv-blocks",

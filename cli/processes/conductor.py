@@ -8,18 +8,19 @@ import socket
 
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.metrics import process_registry
+from halfmoon.cli.declared import add_options
 from halfmoon.cli.metrics import shown
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.lifecycle import connect, until_stopped
-from halfmoon.cli.processes.options import add_elastic, add_policy, add_prefill_group, add_process, policy_of
+from halfmoon.cli.processes.options import add_policy, add_process, policy_of
 from halfmoon.cli.tracing import start_tracing, stop_tracing
+from halfmoon.workers.options import PoolOptions
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--id", default=f"conductor-{socket.gethostname()}")
     add_policy(parser)
-    add_prefill_group(parser)
-    add_elastic(parser)
+    add_options(parser, PoolOptions)
     add_process(parser)
 
 

@@ -8,12 +8,10 @@ from typing import get_args
 from halfmoon.cli.metrics import add_metrics
 from halfmoon.cli.options import add_bus, add_config, add_secret
 from halfmoon.cli.output import add_logging
-from halfmoon.cli.processes.attention import add_decode_attention
-from halfmoon.cli.processes.mixed import add_token_budget
 from halfmoon.cli.tracing import add_tracing
 from halfmoon.schemas.events import TransportName
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.schemas.policy import AdmissionName, ElasticMode, MixedChoice, Policy, PolicyName
+from halfmoon.schemas.policy import AdmissionName, MixedChoice, Policy, PolicyName
 
 #: Longer than a server is away when it is started again: time that passed then does count.
 CLOCK_STEP_NS_MAX = 60 * SECOND_NS
@@ -161,75 +159,6 @@ def add_store(parser: argparse.ArgumentParser) -> None:
         "--rdma", default="auto", metavar="DEVICE[:PORT[:GID]]", help="RDMA port; auto, or off"
     )
     group.add_argument("--encryption", choices=("auto", "always", "never"), default="auto")
-
-
-def elastic_mode(text: str) -> str:
-    """The mode that is meant; containers have switched it by 1 and 0."""
-    word = text.lower()
-    return {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}.get(word, word)
-
-
-def add_elastic(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--elastic",
-        nargs="?",
-        type=elastic_mode,
-        choices=get_args(ElasticMode),
-        const="on",
-        default="off",
-        metavar="off|advise|on",
-        help="prefill and decode workers take each other's role: when halfmoon role says so, and status says when the "
-        "load asks for it (advise), or also by themselves, by load (on, or no value)",
-    )
-
-
-def add_prefill_group(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--prefill-group",
-        type=int,
-        default=1,
-        metavar="N",
-        help="so many idle prefill workers compute a long prompt together, each some layers, where that pays; 1: each "
-        "computes its own alone",
-    )
-
-
-def add_worker(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("worker")
-    group.add_argument(
-        "--kv-blocks", type=int, default=0, help="blocks of the worker's own cache; 0: by its role"
-    )
-    group.add_argument("--batch-max", type=int, default=16, help="sequences in one decode batch")
-    group.add_argument("--threads", type=int, default=1, help="torch threads")
-    group.add_argument("--attention-kernel", choices=("auto", "sdpa", "flash"), default="auto")
-    group.add_argument("--chunk-tokens", type=int, default=1024, help="of a prefill chunk in fast numerics")
-    group.add_argument(
-        "--no-stream-layers", action="store_true", help="push KV after the last layer, to compare"
-    )
-    group.add_argument(
-        "--lend",
-        action="store_true",
-        help="decode: hold parts of requests that are too long for another worker's cache, and have them held",
-    )
-    add_prefill_group(group)
-    add_elastic(group)
-    add_decode_attention(group)
-    add_token_budget(group)
-    group.add_argument(
-        "--channel-bind", default="127.0.0.1", help='address of that; "": for workers of this host alone'
-    )
-    group.add_argument(
-        "--channel-port", type=int, default=0, help="its port (`up`: of the first node); 0: any free one"
-    )
-    group.add_argument(
-        "--channel-advertise", default="", help="address that others use, when it is not --channel-bind"
-    )
-    group.add_argument(
-        "--channel-encryption",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="of it, between hosts",
-    )
 
 
 def add_frontend(parser: argparse.ArgumentParser) -> None:
