@@ -1,5 +1,5 @@
-"""Options declared once: each field of a frozen struct is a flag, a variable of the environment, a key of TOML, a line of
-the help and a row of docs/options.md.
+"""Options declared once: each field of a frozen struct is a flag, a variable of the environment, a key of TOML, a line
+of the help and a row of docs/options.md.
 
 A field's type and bounds say which values fit, its description is the help. `Meta(extra=...)` holds further words for
 argparse.
@@ -23,18 +23,16 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def add_options(
-    parser: argparse.ArgumentParser,
-    kind: type[msgspec.Struct],
-    title: str = "",
-    *,
-    only: Collection[str] = (),
+    parser: argparse.ArgumentParser, *kinds: type[msgspec.Struct], only: Collection[str] = ()
 ) -> None:
-    """The options of `kind`, or those named in `only`, but for those that `parser` has from another kind."""
-    group = parser.add_argument_group(title) if title else parser
-    known = {action.dest for action in parser._actions}
-    for field in fields(kind):
-        if field.name not in known and (not only or field.name in only):
-            group.add_argument(flag(field.name), **_keywords(field))
+    """The options of `kinds`, or those named in `only`. One that two kinds have is the first's."""
+    for kind in kinds:
+        title = getattr(kind, "title", "")
+        group = parser.add_argument_group(title) if title and not only else parser
+        known = {action.dest for action in parser._actions}
+        for field in fields(kind):
+            if field.name not in known and (not only or field.name in only):
+                group.add_argument(flag(field.name), **_keywords(field))
 
 
 def flag(name: str) -> str:
@@ -51,9 +49,9 @@ def options_of(kind: type[T], args: argparse.Namespace, **changes: Any) -> T:
     except msgspec.ValidationError as problem:
         for field in fields(kind):
             if re.search(rf"`\$\.{field.name}\b", str(problem)):
-                raise OptionInvalid(
-                    f"{flag(field.name)} {given[field.name]!s:.20}: {_allowed(field)}"
-                ) from None
+                value = given[field.name]
+                text = ", ".join(value) if isinstance(value, list) else f"{value}"
+                raise OptionInvalid(f"{flag(field.name)} {text[:20]}: {_allowed(field)}") from None
         raise
 
 
@@ -101,5 +99,7 @@ def _allowed(field: FieldInfo) -> str:
         elif meta.ge is not None and meta.le is not None:
             words.append(f"from {meta.ge} to {meta.le}")
         else:
-            words.append("a number" if meta.ge is None else f"at least {meta.ge}")
+            words.append(
+                (meta.extra or {}).get("metavar", "a number") if meta.ge is None else f"at least {meta.ge}"
+            )
     return ", or ".join(words)

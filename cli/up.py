@@ -27,11 +27,12 @@ from halfmoon.cli.options import (
 )
 from halfmoon.cli.output import add_logging
 from halfmoon.cli.processes.lifecycle import raise_open_files_limit
-from halfmoon.cli.processes.options import add_frontend, add_policy, add_store
+from halfmoon.cli.processes.options import add_frontend, add_policy
 from halfmoon.cli.run_file import RunFile
 from halfmoon.cli.tracing import add_tracing, check_endpoint
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, WORKER_ROLES
+from halfmoon.store.options import StoreOptions
 from halfmoon.workers.options import WorkerOptions
 
 if sys.platform != "linux":  # the shared memory segments and the parent's death signal are Linux's
@@ -70,7 +71,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--nats-port", type=int, default=0, help="of our nats-server (default: 4222, or a free one)"
     )
     add_model(parser)
-    add_options(parser, WorkerOptions, "worker")
+    add_options(parser, WorkerOptions)
     for role in WORKER_ROLES:
         parser.add_argument(
             f"--{role}-kv-blocks",
@@ -78,7 +79,7 @@ def add(parser: argparse.ArgumentParser) -> None:
             default=0,
             help=f"blocks of a {role} worker's own cache; 0: --kv-blocks",
         )
-    add_store(parser)
+    add_options(parser, StoreOptions)
     add_frontend(parser)
     add_policy(parser)
     add_bus(parser, default="one of our own")

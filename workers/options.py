@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -45,7 +45,9 @@ class PoolOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerOptions(PoolOptions, frozen=True, kw_only=True):
-    """Options of a worker that `halfmoon up` takes as well."""
+    """Options that `halfmoon up` takes as well, for all workers."""
+
+    title: ClassVar[str] = "worker"
 
     kv_blocks: Annotated[int, Meta(description="blocks of the worker's own cache; 0: by its role")] = 0
     batch_max: Annotated[int, Meta(description="sequences in one decode batch")] = 16

@@ -9,7 +9,6 @@ from halfmoon.cli.metrics import add_metrics
 from halfmoon.cli.options import add_bus, add_config, add_secret
 from halfmoon.cli.output import add_logging
 from halfmoon.cli.tracing import add_tracing
-from halfmoon.schemas.events import TransportName
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import AdmissionName, MixedChoice, Policy, PolicyName
 
@@ -99,66 +98,6 @@ def policy_of(args: argparse.Namespace) -> Policy:
         correction_window=CORRECTION_WINDOW,
         prefill_group=args.prefill_group,
     )
-
-
-def add_store(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("store")
-    group.add_argument(
-        "--pool-mib", type=int, default=512, help="size of the node's KV pool in shared memory"
-    )
-    group.add_argument(
-        "--eviction", choices=("lru", "lfu", "s3fifo"), default="s3fifo", help="which block goes first"
-    )
-    group.add_argument(
-        "--ssd", default="", metavar="PATH", help="SSD tier: a file, or a directory to make it in"
-    )
-    group.add_argument("--ssd-bytes", type=int, default=16 << 30, metavar="N", help="size of that file")
-    group.add_argument(
-        "--ssd-hits", type=int, default=0, metavar="K", help="only blocks that were hit so often"
-    )
-    group.add_argument(
-        "--kv-events",
-        default="",
-        metavar="ADDRESS",
-        help="publish KV events (ZMQ, as vLLM does); `up`: of the first node, the others next to it",
-    )
-    group.add_argument(
-        "--kv-events-replay", default="", metavar="ADDRESS", help="answer who asks for past ones"
-    )
-    group.add_argument(
-        "--kv-events-topic", default="", metavar="TOPIC", help="first frame of each of their messages"
-    )
-    group.add_argument(
-        "--kv-events-tokens",
-        action="store_true",
-        help="they tell tokens and parents of blocks: routers need them, and whoever reads them reads all prompts",
-    )
-    group.add_argument(
-        "--kv-events-public",
-        action="store_true",
-        help="let KV events, which ask for no key, be read from other hosts",
-    )
-    group.add_argument(
-        "--quota", action="append", default=[], metavar="TENANT=BYTES", help="of a pool; repeatable"
-    )
-    group.add_argument(
-        "--bind", default="127.0.0.1", help="address of the TCP data plane; with several NICs: A,B"
-    )
-    group.add_argument(
-        "--stripes", type=int, default=0, help="slices of a transfer at once; 0: by the number of cores"
-    )
-    group.add_argument(
-        "--topology", default="", metavar="FILE", help="TOML: NUMA nodes of memory and NICs, over sysfs"
-    )
-    group.add_argument(
-        "--data-port", type=int, default=0, help="its port (`up`: of the first node); 0: any free one"
-    )
-    group.add_argument("--advertise", default="", help="address that other nodes use, when it is not --bind")
-    group.add_argument("--transport", choices=("auto", *get_args(TransportName)), default="auto")
-    group.add_argument(
-        "--rdma", default="auto", metavar="DEVICE[:PORT[:GID]]", help="RDMA port; auto, or off"
-    )
-    group.add_argument("--encryption", choices=("auto", "always", "never"), default="auto")
 
 
 def add_frontend(parser: argparse.ArgumentParser) -> None:

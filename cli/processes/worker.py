@@ -40,7 +40,7 @@ TAIL_BLOCKS = 8
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, WorkerProcessOptions, "worker")
+    add_options(parser, WorkerProcessOptions)
     add_model(parser)
     add_process(parser)
 

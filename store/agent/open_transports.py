@@ -43,7 +43,7 @@ def open_shm(site: TransportSite) -> ShmTransport:
 
 def open_tcp(site: TransportSite) -> TcpTransport:
     """Raises TransferError: a port is taken."""
-    if site.config.port < 0:
+    if site.config.data_port < 0:
         raise TransportAbsent("there is no data port")
     transport = TcpTransport(
         site.view,

@@ -1,0 +1,94 @@
+"""Options of a store agent."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from halfmoon.schemas.events import TransportName
+from halfmoon.store.pool.eviction import EvictionName
+
+
+class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options that `halfmoon up` takes as well, for all nodes."""
+
+    title: ClassVar[str] = "store"
+
+    pool_mib: Annotated[int, Meta(description="size of the node's KV pool in shared memory")] = 512
+    eviction: Annotated[EvictionName, Meta(description="which block goes first")] = "s3fifo"
+    ssd: Annotated[
+        str,
+        Meta(description="SSD tier: a file, or a directory to make it in", extra={"metavar": "PATH"}),
+    ] = ""
+    ssd_bytes: Annotated[int, Meta(description="size of that file", extra={"metavar": "N"})] = 16 << 30
+    ssd_hits: Annotated[
+        int, Meta(description="only blocks that were hit so often", extra={"metavar": "K"})
+    ] = 0
+    kv_events: Annotated[
+        str,
+        Meta(
+            description="publish KV events (ZMQ, as vLLM does); `up`: of the first node, the others next to it",
+            extra={"metavar": "ADDRESS"},
+        ),
+    ] = ""
+    kv_events_replay: Annotated[
+        str, Meta(description="answer requests for past ones", extra={"metavar": "ADDRESS"})
+    ] = ""
+    kv_events_topic: Annotated[
+        str, Meta(description="first frame of each of their messages", extra={"metavar": "TOPIC"})
+    ] = ""
+    kv_events_tokens: Annotated[
+        bool,
+        Meta(
+            description="they tell tokens and parents of blocks: routers need them, and whoever reads them reads all "
+            "prompts"
+        ),
+    ] = False
+    #: KV events name every block and have no authentication: both addresses are on loopback or are no sockets of a
+    #: network, unless this says that whoever reaches them may read them.
+    kv_events_public: Annotated[
+        bool, Meta(description="let KV events, which ask for no key, be read from other hosts")
+    ] = False
+    quota: Annotated[
+        tuple[Annotated[str, Meta(pattern="^.+=[0-9]+$")], ...],
+        Meta(description="of a pool; repeatable", extra={"metavar": "TENANT=BYTES"}),
+    ] = ()
+    bind: Annotated[str, Meta(description="address of the TCP data plane; with several NICs: A,B")] = (
+        "127.0.0.1"
+    )
+    stripes: Annotated[int, Meta(description="slices of a transfer at once; 0: by the number of cores")] = 0
+    topology: Annotated[
+        str,
+        Meta(description="TOML: NUMA nodes of memory and NICs, over sysfs", extra={"metavar": "FILE"}),
+    ] = ""
+    #: -1: no TCP at all (a single host).
+    data_port: Annotated[int, Meta(description="its port (`up`: of the first node); 0: any free one")] = 0
+    advertise: Annotated[str, Meta(description="address that other nodes use, when it is not --bind")] = ""
+    transport: Annotated[
+        Literal["auto", TransportName],
+        Meta(
+            description="auto: shared memory within a host, between hosts RDMA where there is some, else TCP"
+        ),
+    ] = "auto"
+    rdma: Annotated[
+        str, Meta(description="RDMA port; auto, or off", extra={"metavar": "DEVICE[:PORT[:GID]]"})
+    ] = "auto"
+    #: CURVE halves the speed of a link. Links are authenticated in any case.
+    encryption: Annotated[
+        Literal["auto", "always", "never"], Meta(description="of TCP links; auto: between hosts")
+    ] = "auto"
+
+
+class StoreProcessOptions(StoreOptions, frozen=True, kw_only=True):
+    """All options of a store agent."""
+
+    node: Annotated[str, Meta(description="name of the node")]
+    block_bytes: Annotated[
+        int,
+        Meta(
+            description="hold another engine's blocks of N bytes, a multiple of 4096; no model is read then",
+            extra={"metavar": "N"},
+        ),
+    ] = 0
