@@ -96,10 +96,9 @@ def _allowed(field: FieldInfo) -> str:
             each, meta = get_args(each)
         if get_origin(each) is Literal:
             words += map(str, get_args(each))
-        elif meta.ge is not None and meta.le is not None:
-            words.append(f"from {meta.ge} to {meta.le}")
+        elif meta.ge is not None:
+            words.append(f"at least {meta.ge}" if meta.le is None else f"from {meta.ge} to {meta.le}")
         else:
-            words.append(
-                (meta.extra or {}).get("metavar", "a number") if meta.ge is None else f"at least {meta.ge}"
-            )
+            other = (meta.extra or {}).get("metavar", "a number")
+            words.append(other if meta.gt is None else f"more than {meta.gt}")
     return ", or ".join(words)

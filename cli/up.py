@@ -27,12 +27,13 @@ from halfmoon.cli.options import (
 )
 from halfmoon.cli.output import add_logging
 from halfmoon.cli.processes.lifecycle import raise_open_files_limit
-from halfmoon.cli.processes.options import add_frontend, add_policy
+from halfmoon.cli.processes.options import add_policy
 from halfmoon.cli.run_file import RunFile
 from halfmoon.cli.tracing import add_tracing, check_endpoint
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, WORKER_ROLES
 from halfmoon.store.options import StoreOptions
+from halfmoon.workers.frontend.options import FrontendOptions
 from halfmoon.workers.options import WorkerOptions
 
 if sys.platform != "linux":  # the shared memory segments and the parent's death signal are Linux's
@@ -80,7 +81,7 @@ def add(parser: argparse.ArgumentParser) -> None:
             help=f"blocks of a {role} worker's own cache; 0: --kv-blocks",
         )
     add_options(parser, StoreOptions)
-    add_frontend(parser)
+    add_options(parser, FrontendOptions)
     add_policy(parser)
     add_bus(parser, default="one of our own")
     add_secret(parser)

@@ -38,12 +38,6 @@ def add_process(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_log_dir(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--log-dir", metavar="DIR", default="", help="where nats-server keeps the log, if on this machine"
-    )
-
-
 def add_policy(parser: argparse.ArgumentParser) -> None:
     defaults = Policy()
     group = parser.add_argument_group("policy (of a log that is empty; else the log's own is in force)")
@@ -97,87 +91,4 @@ def policy_of(args: argparse.Namespace) -> Policy:
         elastic=args.elastic,
         correction_window=CORRECTION_WINDOW,
         prefill_group=args.prefill_group,
-    )
-
-
-def add_frontend(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("frontend")
-    group.add_argument("--http-host", default="127.0.0.1")
-    group.add_argument("--http-port", type=int, default=8000, help="0: any free one")
-    group.add_argument(
-        "--api-keys-file",
-        default="",
-        metavar="FILE",
-        help="keys of HTTP clients, one a line: KEY, TENANT KEY, or * KEY for all tenants",
-    )
-    group.add_argument(
-        "--http-allowed-hosts",
-        default="",
-        metavar="NAMES",
-        help="names that clients may ask for, by commas; *: any (where it listens on loopback: loopback's)",
-    )
-    group.add_argument(
-        "--allowed-origins",
-        default="",
-        metavar="ORIGINS",
-        help="pages that may ask from a browser (CORS), by commas: https://chat.example; *: any; default: none",
-    )
-    group.add_argument("--ssl-certfile", default="", metavar="FILE", help="serve HTTPS with this certificate")
-    group.add_argument(
-        "--ssl-keyfile", default="", metavar="FILE", help="its key, where it is a file of its own"
-    )
-    group.add_argument(
-        "--served-model-name",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="the model's name in the API; repeatable: the first is in answers, all are understood",
-    )
-    group.add_argument(
-        "--max-model-len",
-        type=int,
-        default=0,
-        help="prompt and answer together, at most; 0: the model's context",
-    )
-    group.add_argument(
-        "--generation-config",
-        default="auto",
-        metavar="SOURCE",
-        help="temperature, top_p, top_k, min_p and repetition_penalty of requests that do not say: auto (the model's "
-        "generation_config.json), vllm (none), or a folder with such a file",
-    )
-    _add_frontend_bounds(group)
-
-
-def _add_frontend_bounds(group: argparse._ArgumentGroup) -> None:
-    """How much clients may take of it, in number and in time."""
-    group.add_argument("--http-connections-max", type=int, default=8192)
-    group.add_argument(
-        "--http-connections-per-address-max", type=int, default=4096, help="a proxy is one address"
-    )
-    group.add_argument(
-        "--http-head-s", type=float, default=10.0, help="how long a request's head may take to come"
-    )
-    group.add_argument("--http-body-s", type=float, default=30.0, help="and its body after that")
-    group.add_argument("--open-requests-max", type=int, default=4096)
-    group.add_argument(
-        "--silence-s",
-        type=float,
-        default=120.0,
-        help="a request that gets no token for so long fails; twice its TTFT objective, before its first one",
-    )
-    group.add_argument(
-        "--sse-comment-s",
-        type=float,
-        default=15.0,
-        help="a stream that has nothing to say for so long sends a comment, so that no proxy ends it; 0: never",
-    )
-    group.add_argument(
-        "--log-free-mib-min", type=int, default=64, help="less disk free for the log: no new requests"
-    )
-    group.add_argument(
-        "--client-inboxes",
-        metavar="PREFIXES",
-        default="_INBOX.",
-        help="how reply subjects of NATS clients begin, separated by commas; requests with others are dropped",
     )
