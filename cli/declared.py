@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Collection
+from inspect import get_annotations
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -26,13 +27,22 @@ def add_options(
     parser: argparse.ArgumentParser, *kinds: type[msgspec.Struct], only: Collection[str] = ()
 ) -> None:
     """The options of `kinds`, or those named in `only`. One that two kinds have is the first's."""
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
     for kind in kinds:
-        title = getattr(kind, "title", "")
-        group = parser.add_argument_group(title) if title and not only else parser
         known = {action.dest for action in parser._actions}
         for field in fields(kind):
-            if field.name not in known and (not only or field.name in only):
-                group.add_argument(flag(field.name), **_keywords(field))
+            if field.name in known or (only and field.name not in only):
+                continue
+            title = "" if only else _title(kind, field.name)
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            groups[title].add_argument(flag(field.name), **_keywords(field))
+
+
+def _title(kind: type[msgspec.Struct], name: str) -> str:
+    """The heading of the class that declares a field; "": it has none."""
+    owner = next(each for each in reversed(kind.__mro__) if name in get_annotations(each))
+    return str(owner.__dict__.get("title", ""))
 
 
 def flag(name: str) -> str:

@@ -22,7 +22,9 @@ def elastic_mode(text: str) -> str:
 
 
 class PoolOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a conductor and its workers both read."""
+    """Options that conductors and workers both read."""
+
+    title: ClassVar[str] = "pools"
 
     elastic: Annotated[
         ElasticMode,

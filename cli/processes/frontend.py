@@ -11,10 +11,10 @@ from msgspec.structs import asdict
 from halfmoon.cli import model as models
 from halfmoon.cli.declared import add_options, options_of
 from halfmoon.cli.metrics import shown
-from halfmoon.cli.options import OptionInvalid, add_model, check_option_file, secret
+from halfmoon.cli.options import OptionInvalid, add_bus, add_config, check_option_file, secret
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.lifecycle import connect, until_stopped
-from halfmoon.cli.processes.options import add_process
+from halfmoon.cli.shared_options import ModelOptions, ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.workers.frontend.options import FrontendOptions, FrontendProcessOptions
@@ -22,11 +22,13 @@ from halfmoon.workers.frontend.options import FrontendOptions, FrontendProcessOp
 if TYPE_CHECKING:
     import ssl
 
+OPTIONS = (FrontendProcessOptions, ModelOptions, ProcessOptions)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, FrontendProcessOptions)
-    add_model(parser)
-    add_process(parser)
+    add_options(parser, *OPTIONS)
+    add_bus(parser)
+    add_config(parser)
 
 
 async def run(args: argparse.Namespace) -> int:

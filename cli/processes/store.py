@@ -13,19 +13,21 @@ from halfmoon.bus.telemetry.metrics import process_registry
 from halfmoon.cli import model as models
 from halfmoon.cli.declared import add_options, options_of
 from halfmoon.cli.metrics import shown
-from halfmoon.cli.options import OptionInvalid, add_model, secret
+from halfmoon.cli.options import OptionInvalid, add_bus, add_config, secret
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.lifecycle import connect, until_stopped
-from halfmoon.cli.processes.options import add_process
+from halfmoon.cli.shared_options import ModelOptions, ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.options import StoreOptions, StoreProcessOptions
 
+OPTIONS = (StoreProcessOptions, ModelOptions, ProcessOptions)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, StoreProcessOptions)
-    add_model(parser)
-    add_process(parser)
+    add_options(parser, *OPTIONS)
+    add_bus(parser)
+    add_config(parser)
 
 
 async def run(args: argparse.Namespace) -> int:

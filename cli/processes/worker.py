@@ -14,7 +14,7 @@ from halfmoon.bus.telemetry.metrics import process_registry
 from halfmoon.cli import model as models
 from halfmoon.cli.declared import add_options, options_of
 from halfmoon.cli.metrics import shown
-from halfmoon.cli.options import OptionInvalid, add_model
+from halfmoon.cli.options import OptionInvalid, add_bus, add_config
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.attention import (
     channels,
@@ -24,7 +24,7 @@ from halfmoon.cli.processes.attention import (
 )
 from halfmoon.cli.processes.lifecycle import connect, healthy, stop_signal, until_stopped
 from halfmoon.cli.processes.mixed import token_budget_of
-from halfmoon.cli.processes.options import add_process
+from halfmoon.cli.shared_options import ModelOptions, ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
@@ -38,11 +38,13 @@ if TYPE_CHECKING:
 #: Through them goes what of a prompt is no whole block, on its way to attention workers.
 TAIL_BLOCKS = 8
 
+OPTIONS = (WorkerProcessOptions, ModelOptions, ProcessOptions)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, WorkerProcessOptions)
-    add_model(parser)
-    add_process(parser)
+    add_options(parser, *OPTIONS)
+    add_bus(parser)
+    add_config(parser)
 
 
 async def run(args: argparse.Namespace) -> int:
