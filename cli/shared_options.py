@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-FILE = {"metavar": "FILE"}
+from halfmoon.schemas.types import option
 
 
 class SharedOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,31 +17,26 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True):
     title: ClassVar[str] = "process"
 
     secret_file: Annotated[
-        str,
-        Meta(description="what all processes of the cluster share; keys and data plane", extra=FILE),
+        str, option("what all processes of the cluster share; keys and data plane", "FILE")
     ] = ""
     otlp: Annotated[
         str,
-        Meta(
-            description="send OpenTelemetry spans there (OTLP over HTTP); also by OTEL_EXPORTER_OTLP_ENDPOINT and its "
+        option(
+            "send OpenTelemetry spans there (OTLP over HTTP); also by OTEL_EXPORTER_OTLP_ENDPOINT and its "
             "like",
-            extra={"metavar": "URL"},
+            "URL",
         ),
     ] = ""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
-    log_format: Annotated[
-        Literal["text", "json"], Meta(description="json: an object a line, of processes")
-    ] = "text"
+    log_format: Annotated[Literal["text", "json"], option("json: an object a line, of processes")] = "text"
 
 
 class ProcessOptions(SharedOptions, frozen=True, kw_only=True):
     """All options of every process, but how to reach NATS (`options.add_bus`), as commands without msgspec have it."""
 
-    metrics: Annotated[
-        str, Meta(description="serve /metrics for Prometheus there", extra={"metavar": "HOST:PORT"})
-    ] = ""
-    drain_s: Annotated[float, Meta(description="how long to finish what runs, when stopped")] = 20.0
-    health_file: Annotated[str, Meta(description="touched every second while all is well", extra=FILE)] = ""
+    metrics: Annotated[str, option("serve /metrics for Prometheus there", "HOST:PORT")] = ""
+    drain_s: Annotated[float, option("how long to finish what runs, when stopped")] = 20.0
+    health_file: Annotated[str, option("touched every second while all is well", "FILE")] = ""
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,12 +44,12 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     title: ClassVar[str] = "model"
 
-    model: Annotated[str, Meta(description="a built-in name, a .gguf file, or a Hugging Face directory")] = (
+    model: Annotated[str, option("a built-in name, a .gguf file, or a Hugging Face directory")] = (
         "smollm2-135m-instruct"
     )
-    engine: Annotated[Literal["torch", "null"], Meta(description="null computes nothing")] = "torch"
+    engine: Annotated[Literal["torch", "null"], option("null computes nothing")] = "torch"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     numerics: Literal["auto", "exact", "fast"] = "auto"
-    device: Annotated[str, Meta(description="cpu, cuda, cuda:1; auto takes CUDA where there is one")] = "auto"
-    block_tokens: Annotated[int, Meta(description="tokens of one KV block, 16 to 512", ge=16, le=512)] = 256
-    layout_file: Annotated[str, Meta(extra=FILE | {"help": argparse.SUPPRESS})] = ""
+    device: Annotated[str, option("cpu, cuda, cuda:1; auto takes CUDA where there is one")] = "auto"
+    block_tokens: Annotated[int, option("tokens of one KV block, 16 to 512", ge=16, le=512)] = 256
+    layout_file: Annotated[str, Meta(extra={"metavar": "FILE", "help": argparse.SUPPRESS})] = ""

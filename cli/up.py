@@ -27,6 +27,7 @@ from halfmoon.cli.shared_options import ModelOptions, SharedOptions
 from halfmoon.cli.tracing import check_endpoint
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, WORKER_ROLES
+from halfmoon.schemas.types import option
 from halfmoon.store.options import StoreOptions
 from halfmoon.workers.frontend.options import FrontendOptions
 from halfmoon.workers.options import WorkerOptions
@@ -40,23 +41,23 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     attention_split: Annotated[
         Literal["request", "heads", "sequence"],
-        Meta(
-            description="what each attention worker holds: whole requests, an equal part of the KV heads of all, or "
+        option(
+            "what each attention worker holds: whole requests, an equal part of the KV heads of all, or "
             "whole requests and segments of those that no single one has room for"
         ),
     ] = "request"
     adapt_vllm: Annotated[
         tuple[str, ...],
-        Meta(
-            description="a vLLM that runs already serves as a mixed worker; repeatable. The policy is "
+        option(
+            "a vLLM that runs already serves as a mixed worker; repeatable. The policy is "
             "local_cache_aware then, unless --policy names another than the default",
-            extra={"metavar": "URL"},
+            "URL",
         ),
     ] = ()
     conductors: Annotated[int, Meta(ge=1)] = 1
-    port: Annotated[int, Meta(description="HTTP port (default: 8000, or a free one)")] = 0
-    metrics_port: Annotated[int, Meta(description="serve metrics at ports from this on (default: no)")] = 0
-    nats_port: Annotated[int, Meta(description="of our nats-server (default: 4222, or a free one)")] = 0
+    port: Annotated[int, option("HTTP port (default: 8000, or a free one)")] = 0
+    metrics_port: Annotated[int, option("serve metrics at ports from this on (default: no)")] = 0
+    nats_port: Annotated[int, option("of our nats-server (default: 4222, or a free one)")] = 0
 
 
 OPTIONS = (

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from halfmoon.schemas.policy import ElasticMode
+from halfmoon.schemas.types import option
 
 #: Each group has channels of its own.
 DECODE_GROUPS_MAX = 64
@@ -36,12 +37,12 @@ class PoolOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "off"
     prefill_group: Annotated[
         int,
-        Meta(
+        option(
+            "so many idle prefill workers compute a long prompt together, each some layers, where that "
+            "pays; 1: each computes its own alone",
+            "N",
             ge=1,
             le=PREFILL_GROUP_MAX,
-            description="so many idle prefill workers compute a long prompt together, each some layers, where that "
-            "pays; 1: each computes its own alone",
-            extra={"metavar": "N"},
         ),
     ] = 1
 
@@ -51,73 +52,64 @@ class WorkerOptions(PoolOptions, frozen=True, kw_only=True):
 
     title: ClassVar[str] = "worker"
 
-    kv_blocks: Annotated[int, Meta(description="blocks of the worker's own cache; 0: by its role")] = 0
-    batch_max: Annotated[int, Meta(description="sequences in one decode batch")] = 16
-    threads: Annotated[int, Meta(description="torch threads", ge=1)] = 1
+    kv_blocks: Annotated[int, option("blocks of the worker's own cache; 0: by its role")] = 0
+    batch_max: Annotated[int, option("sequences in one decode batch")] = 16
+    threads: Annotated[int, option("torch threads", ge=1)] = 1
     attention_kernel: Literal["auto", "sdpa", "flash"] = "auto"
-    chunk_tokens: Annotated[int, Meta(description="of a prefill chunk in fast numerics")] = 1024
-    no_stream_layers: Annotated[bool, Meta(description="push KV after the last layer, to compare")] = False
+    chunk_tokens: Annotated[int, option("of a prefill chunk in fast numerics")] = 1024
+    no_stream_layers: Annotated[bool, option("push KV after the last layer, to compare")] = False
     lend: Annotated[
         bool,
-        Meta(
-            description="decode: hold parts of requests that are too long for another worker's cache, and have them "
-            "held"
+        option(
+            "decode: hold parts of requests that are too long for another worker's cache, and have them held"
         ),
     ] = False
     decode_attention: Annotated[
         Literal["auto", "local", "remote"],
-        Meta(
-            description="decode: keep KV itself, or at attention workers; auto: local, in `up` with --attention remote"
+        option(
+            "decode: keep KV itself, or at attention workers; auto: local, in `up` with --attention remote"
         ),
     ] = "auto"
     decode_groups: Annotated[
         Literal["auto"] | Annotated[int, Meta(ge=1, le=DECODE_GROUPS_MAX)],
-        Meta(
-            description="decode: with remote attention, so many parts of a batch are computed in turn, one while "
+        option(
+            "decode: with remote attention, so many parts of a batch are computed in turn, one while "
             "others attend; auto: as many as make a step short, by the measured cost",
-            extra={"metavar": "N"},
+            "N",
         ),
     ] = AUTO
     token_budget: Annotated[
         Literal["auto"] | Annotated[int, Meta(ge=1)],
-        Meta(
-            description="mixed: tokens of prompts and answers in one iteration; auto: by the profile, for the TBT "
+        option(
+            "mixed: tokens of prompts and answers in one iteration; auto: by the profile, for the TBT "
             "objective",
-            extra={"metavar": "N"},
+            "N",
         ),
     ] = AUTO
     channel_bind: Annotated[
-        str,
-        Meta(description='where it listens for other workers\' channels; "": for workers of this host alone'),
+        str, option('where it listens for other workers\' channels; "": for workers of this host alone')
     ] = "127.0.0.1"
-    channel_port: Annotated[int, Meta(description="its port (`up`: of the first node); 0: any free one")] = 0
-    channel_advertise: Annotated[
-        str, Meta(description="address that others use, when it is not --channel-bind")
-    ] = ""
-    channel_encryption: Annotated[
-        Literal["auto", "always", "never"], Meta(description="of it, between hosts")
-    ] = "auto"
+    channel_port: Annotated[int, option("its port (`up`: of the first node); 0: any free one")] = 0
+    channel_advertise: Annotated[str, option("address that others use, when it is not --channel-bind")] = ""
+    channel_encryption: Annotated[Literal["auto", "always", "never"], option("of it, between hosts")] = "auto"
 
 
 class WorkerProcessOptions(WorkerOptions, frozen=True, kw_only=True):
     """All options of a worker; `halfmoon up` decides on the further ones."""
 
-    node: Annotated[str, Meta(description="name of the node whose pool it maps")]
-    id: Annotated[str, Meta(description="default: the node's name")] = ""
+    node: Annotated[str, option("name of the node whose pool it maps")]
+    id: Annotated[str, option("default: the node's name")] = ""
     attention_parts: Annotated[
         int,
-        Meta(
-            description="attention: hold an equal part of the KV heads, of N, by the number that the id ends in",
-            extra={"metavar": "N"},
-        ),
+        option("attention: hold an equal part of the KV heads, of N, by the number that the id ends in", "N"),
     ] = 1
     attention_segments: Annotated[
         bool,
-        Meta(
-            description="attention: also hold part of a sequence, in whole segments, where no such worker has room "
+        option(
+            "attention: also hold part of a sequence, in whole segments, where no such worker has room "
             "for all"
         ),
     ] = False
     iteration_ms: Annotated[
-        int, Meta(description="mixed: what an iteration may take, where --token-budget is auto")
+        int, option("mixed: what an iteration may take, where --token-budget is auto")
     ] = 1_000

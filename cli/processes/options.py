@@ -7,11 +7,11 @@ import socket
 from typing import Annotated, ClassVar
 
 import msgspec
-from msgspec import Meta
 
 from halfmoon.cli.declared import options_of
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import AdmissionName, MixedChoice, Policy, PolicyName
+from halfmoon.schemas.types import option
 from halfmoon.workers.options import PoolOptions
 
 #: Longer than a server is away when it is started again: time that passed then does count.
@@ -31,24 +31,20 @@ class PolicyOptions(PoolOptions, frozen=True, kw_only=True):
 
     policy: PolicyName = Policy().name
     admission: AdmissionName = Policy().admission
-    fetch_replicas: Annotated[int, Meta(description="other holders named with a fetch; 0: none")] = 2
-    hot_transfers: Annotated[int, Meta(description="copy a prefix that so many read at once; 0: never")] = 4
+    fetch_replicas: Annotated[int, option("other holders named with a fetch; 0: none")] = 2
+    hot_transfers: Annotated[int, option("copy a prefix that so many read at once; 0: never")] = 4
     move_period_s: Annotated[
         float,
-        Meta(
-            description="how often KV of running requests may move between decode workers that lend; 0: it stays"
-        ),
+        option("how often KV of running requests may move between decode workers that lend; 0: it stays"),
     ] = 1.0
     worker_wait_s: Annotated[
         float,
-        Meta(
-            description="how long a new request waits for a worker where a pool has none; 0: it is refused at once"
-        ),
+        option("how long a new request waits for a worker where a pool has none; 0: it is refused at once"),
     ] = 30.0
     mixed_choice: Annotated[
         MixedChoice,
-        Meta(
-            description="where there are mixed workers and others: by what is predicted, mixed while they take it, or "
+        option(
+            "where there are mixed workers and others: by what is predicted, mixed while they take it, or "
             "never"
         ),
     ] = Policy().mixed_choice
