@@ -1,12 +1,15 @@
 """`python benchmarks/figures.py`: the table of figures (`docs/figures.md`) and the list of kept results, of `results/`.
 
-It writes "older" wherever a page cites a result whose modules changed since it was measured. `make docs` runs it; a
-test compares.
+It writes "older" wherever a page cites a result whose modules changed since it was measured, and the table of options
+(`docs/options.md`) by the commands themselves. `make docs` runs it; a test compares.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import re
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -18,6 +21,7 @@ import orjson
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measured import RESULTS, ROOT, changed
+from halfmoon.cli.commands import COMMANDS
 
 LIST = RESULTS / "README.md"
 #: Pages in which kept results are cited: `results/NAME.json`.
@@ -27,6 +31,8 @@ PAGES = (
     ROOT / "benchmarks/papers/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 )
+#: The commands whose options docs/options.md lists; the four roles of workers have the same ones.
+OPTIONS_OF = ("up", "conductor", "store", "prefill", "frontend", "adapt")
 #: A table that is made from results, by its name in `TABLES`.
 TABLE = re.compile(r"(<!-- table of (\w+), by make docs -->\n).*?(<!-- end of table -->)", re.DOTALL)
 #: "into `results/NAME.json`" names a place and no figure.
@@ -244,10 +250,33 @@ def _page() -> str:
     return "\n".join([head, "| --- | --- | --- | --- |", *rows])
 
 
+def _options() -> str:
+    """Each option of `halfmoon up` and of the processes, by its parser: default, processes, meaning."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for command in OPTIONS_OF:
+        (module,) = (each.module for each in COMMANDS if each.name == command)
+        parser = argparse.ArgumentParser(add_help=False)
+        importlib.import_module(module).add(parser)
+        for action in parser._actions:
+            if not action.option_strings or action.help == argparse.SUPPRESS:
+                continue
+            said = action.default not in (None, "", []) and action.default is not False
+            default = f"`{action.default}`".replace(f"-{socket.gethostname()}", "-HOST") if said else ""
+            choices = "" if action.choices is None or action.metavar else ", ".join(map(str, action.choices))
+            meaning = "; ".join(filter(None, (choices, action.help))).replace("|", "\\|")
+            row = (action.option_strings[-1], default, meaning)
+            rows.setdefault(row, []).append("workers" if command == "prefill" else command)
+    lines = [
+        f"| `{flag}` | {default} | {', '.join(of)} | {what} |" for (flag, default, what), of in rows.items()
+    ]
+    return "\n".join(["| option | default | of | meaning |", "| --- | --- | --- | --- |", *lines])
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "figures": _figures,
     "transfers": _transfers,
     "page": _page,
+    "options": _options,
 }
 
 

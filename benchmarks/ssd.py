@@ -87,7 +87,7 @@ async def rounds(
         layout=layout(block_bytes),
         slots=BLOCKS,
         cluster_secret="benchmark",
-        ssd_path=str(directory / "tier"),
+        ssd=str(directory / "tier"),
         ssd_bytes=(BLOCKS + 1) * (block_bytes + 64) + 3 * PAGE_BYTES,
         ssd_threads=threads,
         ssd_stop_s=0.0,

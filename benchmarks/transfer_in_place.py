@@ -78,7 +78,12 @@ async def _serve(pipe: Connection) -> None:
         server = EmbeddedServer.start(Path(directory) / "nats")
         bus = await Bus.connect(BusConfig(url=server.url), name="agent")
         config = StoreConfig(
-            node_id="n1", layout=layout(False), slots=BLOCKS, cluster="bench", cluster_secret="bench", port=-1
+            node_id="n1",
+            layout=layout(False),
+            slots=BLOCKS,
+            cluster="bench",
+            cluster_secret="bench",
+            data_port=-1,
         )
         agent = StoreAgent(bus, config)
         await agent.start()

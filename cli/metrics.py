@@ -18,12 +18,6 @@ LOOPBACK = "127.0.0.1"
 PORT_MAX = 65535
 
 
-def add_metrics(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--metrics", metavar="HOST:PORT", default="", help="serve /metrics for Prometheus there"
-    )
-
-
 def address(text: str) -> tuple[str, int]:
     """Host and port of `--metrics`; `[::1]:9464` too. Raises OptionInvalid."""
     host, _, port = text.rpartition(":")

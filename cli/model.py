@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from halfmoon.cli.declared import options_of
 from halfmoon.cli.options import OptionInvalid, read_option_file
+from halfmoon.cli.shared_options import ModelOptions
 from halfmoon.schemas.codec import one_line
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
@@ -44,8 +46,7 @@ def layout_of(args: argparse.Namespace) -> Layout:
             return msgspec.json.decode(read_option_file("--layout-file", args.layout_file), type=Layout)
         except (msgspec.DecodeError, RecursionError) as problem:
             raise OptionInvalid(f"--layout-file {args.layout_file}: {one_line(problem)}") from None
-    if not 16 <= args.block_tokens <= 512:
-        raise OptionInvalid(f"--block-tokens {args.block_tokens}: 16 to 512")
+    options_of(ModelOptions, args)
     config = load_config(args.model)
     name = Path(args.model).stem if "/" in args.model or args.model.endswith(".gguf") else args.model
     if args.engine == "null":
@@ -182,8 +183,6 @@ def build_attention(args: argparse.Namespace, layout: Layout, *, kv_blocks: int,
 def _set_threads(args: argparse.Namespace) -> None:
     import torch
 
-    if args.threads < 1:
-        raise OptionInvalid(f"--threads {args.threads}: at least 1")
     torch.set_num_threads(args.threads)
 
 

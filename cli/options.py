@@ -184,33 +184,6 @@ def stream_limits(args: argparse.Namespace) -> StreamLimits:
     )
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Which model, and how its numbers are kept; the same for all processes of a cluster."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model",
-        default="smollm2-135m-instruct",
-        help="a built-in name, a .gguf file, or a Hugging Face directory",
-    )
-    group.add_argument("--engine", choices=("torch", "null"), default="torch", help="null computes nothing")
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    group.add_argument("--numerics", choices=("auto", "exact", "fast"), default="auto")
-    group.add_argument(
-        "--device", default="auto", help="cpu, cuda, cuda:1; auto takes CUDA where there is one"
-    )
-    group.add_argument("--block-tokens", type=int, default=256, help="tokens of one KV block, 16 to 512")
-    group.add_argument("--layout-file", metavar="FILE", default="", help=argparse.SUPPRESS)
-
-
-def add_secret(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--secret-file",
-        metavar="FILE",
-        default="",
-        help="what all processes of the cluster share; keys and data plane",
-    )
-
-
 def secret(args: argparse.Namespace) -> str:
     """The cluster's secret. Raises OptionInvalid when the file is missing or too short."""
     if not args.secret_file:

@@ -28,15 +28,8 @@ class JsonLines(logging.Formatter):
         return json.dumps(told)
 
 
-def add_logging(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
-    parser.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="json: an object a line, of processes"
-    )
-
-
 def set_logging(args: argparse.Namespace) -> None:
-    """As `add_logging`'s options say; a command that has none keeps what there is."""
+    """As `SharedOptions` say; a command that has none keeps what there is."""
     root = logging.getLogger()
     if (level := getattr(args, "log_level", None)) is not None:
         # Of the libraries below us the debugging words are left out: nats-py and asyncio tell each message.

@@ -9,15 +9,17 @@ import msgspec
 import orjson
 
 from halfmoon.cli import model as models
-from halfmoon.cli.options import add_config, add_model
+from halfmoon.cli.declared import add_options, options_of
+from halfmoon.cli.options import add_config
+from halfmoon.cli.shared_options import ModelOptions
 from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.workers.options import WorkerOptions
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    add_options(parser, ModelOptions)
     add_config(parser)
-    parser.add_argument("--attention-kernel", choices=("auto", "sdpa", "flash"), default="auto")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    add_options(parser, WorkerOptions, only=("attention_kernel", "threads"))
     parser.add_argument("--budget-s", type=float, default=30.0, help="how long to measure")
     parser.add_argument("--json", action="store_true")
 
@@ -46,7 +48,7 @@ def of_parts(cost: CostProfile) -> list[str]:
 
 
 async def run(args: argparse.Namespace) -> int:
-    os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(options_of(WorkerOptions, args).threads))
     from halfmoon.workers.profiler import measure
 
     layout = models.layout_of(args)

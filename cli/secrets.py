@@ -21,11 +21,12 @@ from pathlib import Path
 from halfmoon.bus.credentials import CredentialsBroken, key_file, make_key, public_key, write_private
 from halfmoon.bus.permissions import Identity, authorization, cluster_identities
 from halfmoon.cli.certificates import make_authority, make_certificate
+from halfmoon.cli.declared import add_options
 from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.cli.output import say
-from halfmoon.cli.processes.options import add_elastic
 from halfmoon.schemas import subjects
 from halfmoon.schemas.roles import ROLES, WORKER_ROLES
+from halfmoon.workers.options import PoolOptions
 
 #: Of a server that listens in the cluster: 4222 for processes, 6222 for the other servers, 8222 for health
 #: (loopback).
@@ -58,7 +59,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     for role in WORKER_ROLES:
         parser.add_argument(f"--{role}", type=int, default=8 if ROLES[role].nodes else 0)
     parser.add_argument("--adapt", type=int, default=0, help="adapters of engines: vllm-0 and on")
-    add_elastic(parser)
+    add_options(parser, PoolOptions, only=("elastic",))
     parser.add_argument(
         "--tenants", default="", metavar="NAMES", help="a client's credentials for each, by commas"
     )

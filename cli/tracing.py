@@ -9,15 +9,6 @@ from halfmoon.bus.telemetry.tracing import Tracing, TracingImpossible, start
 from halfmoon.cli.options import OptionInvalid
 
 
-def add_tracing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--otlp",
-        metavar="URL",
-        default="",
-        help="send OpenTelemetry spans there (OTLP over HTTP); also by OTEL_EXPORTER_OTLP_ENDPOINT and its like",
-    )
-
-
 def check_endpoint(args: argparse.Namespace) -> None:
     """Raises OptionInvalid."""
     if args.otlp and not args.otlp.startswith(("http://", "https://")):

@@ -10,30 +10,65 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated, Literal
+
+import msgspec
+from msgspec import Meta
 
 from halfmoon.bus.credentials import private_directory
+from halfmoon.cli.declared import add_options, options_of
 from halfmoon.cli.local.cluster import LocalCluster
 from halfmoon.cli.local.credentials import credentials_of
-from halfmoon.cli.options import (
-    DEFAULT_CLUSTER,
-    OptionInvalid,
-    add_bus,
-    add_config,
-    add_model,
-    add_secret,
-    state_directory,
-)
-from halfmoon.cli.output import add_logging
+from halfmoon.cli.options import DEFAULT_CLUSTER, OptionInvalid, add_bus, add_config, state_directory
 from halfmoon.cli.processes.lifecycle import raise_open_files_limit
-from halfmoon.cli.processes.options import add_frontend, add_policy, add_store, add_worker
+from halfmoon.cli.processes.options import PolicyOptions
 from halfmoon.cli.run_file import RunFile
-from halfmoon.cli.tracing import add_tracing, check_endpoint
+from halfmoon.cli.shared_options import ModelOptions, SharedOptions
+from halfmoon.cli.tracing import check_endpoint
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, WORKER_ROLES
+from halfmoon.schemas.types import option
+from halfmoon.store.options import StoreOptions
+from halfmoon.workers.frontend.options import FrontendOptions
+from halfmoon.workers.options import WorkerOptions
 
 if sys.platform != "linux":  # the shared memory segments and the parent's death signal are Linux's
     raise RuntimeError("halfmoon runs on Linux")
+
+
+class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options that no process has."""
+
+    attention_split: Annotated[
+        Literal["request", "heads", "sequence"],
+        option(
+            "what each attention worker holds: whole requests, an equal part of the KV heads of all, or "
+            "whole requests and segments of those that no single one has room for"
+        ),
+    ] = "request"
+    adapt_vllm: Annotated[
+        tuple[str, ...],
+        option(
+            "a vLLM that runs already serves as a mixed worker; repeatable. The policy is "
+            "local_cache_aware then, unless --policy names another than the default",
+            "URL",
+        ),
+    ] = ()
+    conductors: Annotated[int, Meta(ge=1)] = 1
+    port: Annotated[int, option("HTTP port (default: 8000, or a free one)")] = 0
+    metrics_port: Annotated[int, option("serve metrics at ports from this on (default: no)")] = 0
+    nats_port: Annotated[int, option("of our nats-server (default: 4222, or a free one)")] = 0
+
+
+OPTIONS = (
+    UpOptions,
+    ModelOptions,
+    WorkerOptions,
+    StoreOptions,
+    FrontendOptions,
+    PolicyOptions,
+    SharedOptions,
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -44,31 +79,7 @@ def add(parser: argparse.ArgumentParser) -> None:
             type=int,
             help=f"{role} nodes (default: {nodes}{', with --mixed 0' if role in ELASTIC_ROLES else ''})",
         )
-    parser.add_argument(
-        "--attention-split",
-        choices=("request", "heads", "sequence"),
-        default="request",
-        help="what each attention worker holds: whole requests, an equal part of the KV heads of all, or whole requests"
-        " and segments of those that no single one has room for",
-    )
-    parser.add_argument(
-        "--adapt-vllm",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="a vLLM that runs already serves as a mixed worker; repeatable. The policy is local_cache_aware then, "
-        "unless --policy names another than the default",
-    )
-    parser.add_argument("--conductors", type=int, default=1)
-    parser.add_argument("--port", type=int, default=0, help="HTTP port (default: 8000, or a free one)")
-    parser.add_argument(
-        "--metrics-port", type=int, default=0, help="serve metrics at ports from this on (default: no)"
-    )
-    parser.add_argument(
-        "--nats-port", type=int, default=0, help="of our nats-server (default: 4222, or a free one)"
-    )
-    add_model(parser)
-    add_worker(parser)
+    add_options(parser, *OPTIONS)
     for role in WORKER_ROLES:
         parser.add_argument(
             f"--{role}-kv-blocks",
@@ -76,22 +87,16 @@ def add(parser: argparse.ArgumentParser) -> None:
             default=0,
             help=f"blocks of a {role} worker's own cache; 0: --kv-blocks",
         )
-    add_store(parser)
-    add_frontend(parser)
-    add_policy(parser)
     add_bus(parser, default="one of our own")
-    add_secret(parser)
     add_config(parser)
-    add_tracing(parser)
-    add_logging(parser)
 
 
 async def run(args: argparse.Namespace) -> int:
     count_nodes(args)
     if args.adapt_vllm and args.policy == Policy().name:  # which moves KV, and no engine's KV moves
         args.policy = "local_cache_aware"
-    if args.conductors < 1:
-        raise OptionInvalid("--conductors: at least 1")
+    for kind in OPTIONS:
+        options_of(kind, args)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", args.cluster):
         raise OptionInvalid(f"--cluster {args.cluster}: letters, digits, - and _, at most 64")
     check_endpoint(args)

@@ -59,11 +59,11 @@ async def main() -> None:
             node_id="n1",
             layout=LAYOUT,
             slots=16,
-            ssd_path=f"{directory}/tier",
+            ssd=f"{directory}/tier",
             ssd_bytes=64 << 20,
             cluster="example",
             cluster_secret="example",
-            port=-1,
+            data_port=-1,
         )
         agent = StoreAgent(bus, config)
         await agent.start()

@@ -6,7 +6,7 @@ typed so that the decoder refuses it; nothing is validated twice.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -62,3 +62,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="ty
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A frozen value inside a message; never sent alone."""
+
+
+def option(description: str, metavar: str = "", **bounds: Any) -> Meta:
+    """What is declared beside the type of a process's option: its help, the word for its value there, and the bounds of
+    `Meta`.
+    """
+    return Meta(description=description, extra={"metavar": metavar} if metavar else None, **bounds)

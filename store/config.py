@@ -4,46 +4,29 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
 
-from halfmoon.schemas.events import TransportName
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
-from halfmoon.store.pool.eviction import EvictionName
+from halfmoon.store.options import StoreOptions
 from halfmoon.store.pool.segment import Geometry
 from halfmoon.store.pool.slots import tenant_mark
 from halfmoon.store.tiers.options import SsdOptions
 from halfmoon.store.tiers.ssd_file import records_in
 from halfmoon.store.transports.rdma.device import Wanted
 from halfmoon.store.transports.rdma.options import RdmaOptions
-from halfmoon.store.transports.tcp.options import Encryption, TcpOptions
-
-MIB = 1024 * 1024
+from halfmoon.store.transports.tcp.options import TcpOptions
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoreConfig:
-    """One store agent. Raises ValueError, naming the field, when fields contradict each other."""
+class StoreConfig(StoreOptions, frozen=True, kw_only=True):
+    """One store agent; `ssd` is a file. Raises ValueError, naming the field, when fields contradict each other."""
 
     #: Names the segments in /dev/shm together with `node_id`, so that two clusters on one machine do not
     #: meet.
     cluster: str = "default"
     node_id: str
     layout: Layout
-    #: Blocks in the pool; 0: as many as `pool_bytes` hold.
+    #: Blocks in the pool; 0: as many as `pool_mib` hold.
     slots: int = 0
-    #: Size of the pool when `slots` is 0. All of it is taken from /dev/shm at the start.
-    pool_bytes: int = 1024 * MIB
-    #: Which block goes when room is needed.
-    eviction: EvictionName = "s3fifo"
-    #: File of the SSD tier; "": there is none. Its directory must be there.
-    ssd_path: str = ""
-    #: Size of that file, all of it taken at the start.
-    ssd_bytes: int = 0
-    #: Blocks go there once they were hit this many times; 0: all.
-    ssd_hits_min: int = 0
     #: Share of the pool's slots, in percent, that is kept free or saved already, so that evicting it loses
     #: nothing.
     ssd_ahead_percent: int = 50
@@ -51,35 +34,6 @@ class StoreConfig:
     ssd_stop_s: float = 5.0
     #: Threads that read and write the file.
     ssd_threads: int = 4
-    #: Bytes of the pool that a tenant may use, in whole blocks; who is not named may use all of it.
-    quotas: Mapping[str, int] = field(default_factory=dict)
-    #: ZMQ address at which KV events are published, and at which they can be asked for again; "": they are
-    #: not.
-    kv_events: str = ""
-    kv_events_replay: str = ""
-    #: First frame of each of their messages.
-    kv_events_topic: str = ""
-    #: They tell each block's tokens and the block before it, which routers need; whoever reads them reads all prompts.
-    kv_events_tokens: bool = False
-    #: They name every block and have no authentication, so both are on loopback or are no sockets of a network, unless
-    #: this says that whoever reaches them may read them.
-    kv_events_public: bool = False
-    #: Address that the TCP data plane listens on; with several NICs all of theirs, separated by commas. Never
-    #: all interfaces unless it says so.
-    bind: str = "127.0.0.1"
-    #: Port of the TCP data plane; 0: any free one. -1: no TCP at all (a single host).
-    port: int = 0
-    #: Address that peers connect to, when it is not `bind` (containers); without a port.
-    advertise: str = ""
-    #: "auto": shared memory between agents of one host, RDMA between hosts that have it, TCP between others.
-    #: The others force one.
-    transport: TransportName | Literal["auto"] = "auto"
-    #: "auto": the first active port. "off", or DEVICE, DEVICE:PORT, DEVICE:PORT:GID as in
-    #: /sys/class/infiniband.
-    rdma: str = "auto"
-    #: CURVE on TCP links. "auto": only between hosts; it halves the speed. Links are authenticated in any
-    #: case.
-    encryption: Encryption = "auto"
     #: Known to the agents of the cluster alone; it authenticates the data plane.
     cluster_secret: str
     #: Life of a lease or reservation after the last activity of its order.
@@ -97,12 +51,6 @@ class StoreConfig:
     sweep_ns: int = SECOND_NS // 4
     #: Compare checksums on reads over shared memory too (over TCP always): 0.1 ms a MiB.
     verify_shm: bool = False
-    #: Slices of one batch that are under way at once, over a connection each; 0: 1, or 4 with more than 4
-    #: cores.
-    stripes: int = 0
-    #: TOML file that says what sysfs does not: NUMA nodes of memory and NICs
-    #: (`halfmoon.store.transports.topology`).
-    topology: str = ""
     #: An order that could turn to a replica waits this long for a holder's answer first.
     replica_after_s: float = 0.25
     #: Threads that copy and hash.
@@ -123,27 +71,32 @@ class StoreConfig:
             raise ValueError("cluster_secret: must not be empty")
         if self.slot_count < 1:
             raise ValueError(
-                f"pool_bytes: {self.pool_bytes} is less than one block of {self.layout.block_bytes} bytes"
+                f"pool_mib: {self.pool_mib} is less than one block of {self.layout.block_bytes} bytes"
             )
-        if self.ssd_path and records_in(self.layout, self.ssd_bytes) < 1:
+        if self.ssd and records_in(self.layout, self.ssd_bytes) < 1:
             raise ValueError(f"ssd_bytes: {self.ssd_bytes} hold no block of {self.layout.block_bytes} bytes")
         if not 0 <= self.ssd_ahead_percent <= 100:
             raise ValueError(f"ssd_ahead_percent: {self.ssd_ahead_percent} is not in 0..100")
         for tenant, quota in self.quotas.items():
             if quota < self.layout.block_bytes:
                 raise ValueError(
-                    f"quotas: {tenant!r} has {quota} bytes, a block has {self.layout.block_bytes}"
+                    f"quota: {tenant!r} has {quota} bytes, a block has {self.layout.block_bytes}"
                 )
         if 2 * self.transfer_ns_max > self.lease_ttl_ns:
             raise ValueError("transfer_ns_max: must be at most half of lease_ttl_ns")
-        if not -1 <= self.port <= 65535:
-            raise ValueError(f"data_port: {self.port} is not in 0..65535")
-        if self.transport == "tcp" and self.port < 0:
-            raise ValueError("port: transport tcp needs a port")
+        if not -1 <= self.data_port <= 65535:
+            raise ValueError(f"data_port: {self.data_port} is not in 0..65535")
+        if self.transport == "tcp" and self.data_port < 0:
+            raise ValueError("data_port: transport tcp needs a port")
         if self.transport == "rdma" and self.rdma == "off":
             raise ValueError("rdma: transport rdma needs a device")
         if self.rdma != "off":
             Wanted.parse(self.rdma)
+
+    @property
+    def quotas(self) -> dict[str, int]:
+        """Bytes of the pool that a tenant may use, in whole blocks; a tenant without one may use all of it."""
+        return {tenant: int(size) for tenant, _, size in (each.rpartition("=") for each in self.quota)}
 
     @property
     def slot_quotas(self) -> dict[str, int]:
@@ -158,7 +111,7 @@ class StoreConfig:
 
     @property
     def slot_count(self) -> int:
-        return self.slots if self.slots else self.pool_bytes // self.layout.block_bytes
+        return self.slots if self.slots else (self.pool_mib << 20) // self.layout.block_bytes
 
     @property
     def geometry(self) -> Geometry:
@@ -170,7 +123,7 @@ class StoreConfig:
             node_id=self.node_id,
             cluster_secret=self.cluster_secret,
             bind=self.bind,
-            port=self.port,
+            port=self.data_port,
             advertise=self.advertise,
             encryption=self.encryption,
             stall_ns_max=self.stall_ns_max,
@@ -189,16 +142,16 @@ class StoreConfig:
     @property
     def ssd_options(self) -> SsdOptions | None:
         """None: there is no SSD tier."""
-        if not self.ssd_path:
+        if not self.ssd:
             return None
         return SsdOptions(
             node_id=self.node_id,
             layout=self.layout,
             slots=self.slot_count,
-            path=self.ssd_path,
+            path=self.ssd,
             file_bytes=self.ssd_bytes,
             eviction=self.eviction,
-            hits_min=self.ssd_hits_min,
+            hits_min=self.ssd_hits,
             ahead_percent=self.ssd_ahead_percent,
             stop_s=self.ssd_stop_s,
             threads=self.ssd_threads,

@@ -8,11 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from halfmoon.cli import up
+from halfmoon.cli.declared import options_of
 from halfmoon.cli.local.flags import worker_flags
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.cli.processes import worker
 from halfmoon.cli.processes.attention import channels, check_attention, heads_of_part
 from halfmoon.schemas.policy import Layout
+from halfmoon.workers.options import WorkerProcessOptions
 
 EXACT = Layout(
     model="m",
@@ -95,7 +97,7 @@ def test_a_process_refuses_fast_numerics(role: str, words: list[str], said: str)
 def test_groups_are_at_least_one() -> None:
     args = process("decode", "--decode-attention", "remote", "--decode-groups", "0")
     with pytest.raises(OptionInvalid, match="--decode-groups 0: auto, or from 1 to 64"):
-        channels(args, "w", EXACT)
+        options_of(WorkerProcessOptions, args)
 
 
 def test_an_attention_worker_has_its_heads_by_its_number() -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from halfmoon.cli.declared import options_of
 from halfmoon.cli.options import OptionInvalid
-from halfmoon.cli.processes.mixed import largest_budget, token_budget_of
+from halfmoon.cli.processes.mixed import largest_budget
 from halfmoon.cli.up import add, count_nodes
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
+from halfmoon.workers.options import WorkerOptions
 
 MS = 1_000_000
 #: 1 ms a token, and 1 ms of each 1,000 tokens before them; a step of 16 takes 10 + 16 ms.
@@ -87,7 +89,5 @@ def test_the_budget_is_the_largest_that_keeps_the_time_in_whole_tiles() -> None:
 
 @pytest.mark.parametrize("word", ["0", "-3", "many", ""])
 def test_a_budget_that_is_none_is_refused(word: str) -> None:
-    args = argparse.Namespace(token_budget=word)
-    with pytest.raises(OptionInvalid, match="--token-budget"):
-        token_budget_of(args, "mixed", LAYOUT, PROFILE, 64)
-    assert token_budget_of(args, "decode", LAYOUT, PROFILE, 64) == 0
+    with pytest.raises(OptionInvalid, match=f"--token-budget {word}: auto, or at least 1"):
+        options_of(WorkerOptions, argparse.Namespace(token_budget=word))

@@ -73,8 +73,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "store.errors": {"schemas"},
     "store.pool": {"schemas", "store.errors"},
+    "store.options": {"schemas", "store.pool"},
     "store.config": {
         "schemas",
+        "store.options",
         "store.pool",
         "store.tiers",
         "store.transports.rdma",

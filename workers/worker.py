@@ -33,6 +33,7 @@ from halfmoon.store.channels.options import ChannelOptions
 from halfmoon.workers import hold_points
 from halfmoon.workers.kept_profile import ProfileCheck
 from halfmoon.workers.machines import TakeTokens, TokensTaken, WorkerFacts
+from halfmoon.workers.options import WorkerOptions
 from halfmoon.workers.token_inbox import TokenInbox
 from halfmoon.workers.worker_metrics import WorkerMetrics
 
@@ -59,26 +60,17 @@ class ChannelConfig:
     options: ChannelOptions
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerConfig:
-    """One worker process."""
+class WorkerConfig(WorkerOptions, frozen=True, kw_only=True):
+    """One worker process: its options, and what follows from them, the model and the machine."""
 
     worker_id: str
     node_id: str
     layout: Layout
     profile: CostProfile
-    #: Blocks of the engine's own paged cache.
-    kv_blocks: int
     context_tokens_max: int
-    #: Sequences in one decode batch.
-    batch_max: int = 16
     heartbeat_ns: int = SECOND_NS
-    #: Push each layer as it is computed (False: all after the last one, to measure what streaming gains).
-    stream_layers: bool = True
     #: Orders whose KV is fetched while earlier ones compute.
     prepared_max: int = 3
-    #: Tokens of one prefill chunk in fast numerics; exact numerics take one block at a time.
-    chunk_tokens: int = 1024
     #: Whether exact numerics hold on this CPU; "": not tried, or not claimed.
     exact_numerics: ExactNumerics = ""
     #: How it attends for others, or they for it (exact numerics only); None: neither.
@@ -87,9 +79,9 @@ class WorkerConfig:
     stage_channels: ChannelConfig | None = None
     #: Decode: the KV of its sequences lies at attention workers.
     cache_elsewhere: bool = False
-    #: Decode: into so many groups a batch is divided then, which are computed in turn; 0: as the profile says.
+    #: 0: as the profile says.
     decode_groups: int = 0
-    #: Mixed: tokens of one iteration, of prompts and answers together.
+    #: 0: it is no mixed worker.
     token_budget: int = 0
     #: Attention: the KV heads that its cache has, and the first of them.
     first_kv_head: int = 0

@@ -12,67 +12,42 @@ import msgspec
 
 from halfmoon.bus.telemetry.metrics import process_registry
 from halfmoon.cli import model as models
+from halfmoon.cli.declared import add_options, options_of
 from halfmoon.cli.metrics import shown
-from halfmoon.cli.options import OptionInvalid, add_model, read_option_file
+from halfmoon.cli.options import OptionInvalid, add_bus, add_config, read_option_file
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.lifecycle import connect, stop_signal, until_stopped
-from halfmoon.cli.processes.options import add_process
+from halfmoon.cli.shared_options import ModelOptions, ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.roles import ELASTIC_ROLES
+from halfmoon.workers.adapters.options import EVENTS_PORT, AdapterOptions
 from halfmoon.workers.model.loading.files import ModelConfig, load_config
 
 if TYPE_CHECKING:
     from halfmoon.workers.adapters.engine_api import EngineApi, EngineFacts
     from halfmoon.workers.adapters.mirror import EngineMirror
 
-#: Where vLLM publishes KV events unless it is told otherwise.
-EVENTS_PORT = 5557
 LOOK_S = 0.5
 #: For the word that it leaves.
 FLUSH_S = 2.0
 #: Of letters, spaces, digits and signs in runs, tokenizers make different tokens.
 SAMPLE = "The moon's 384,400 km away;  naïve façade — def f(x): return x**2\n\n\t漢字 🙂"
 
+OPTIONS = (AdapterOptions, ModelOptions, ProcessOptions)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=("vllm",), help="whose API the engine has")
-    parser.add_argument("--url", required=True, help="where the engine listens: http://127.0.0.1:8000")
-    parser.add_argument("--id", required=True, help="name of the worker, and of its node")
-    parser.add_argument(
-        "--role",
-        choices=(*ELASTIC_ROLES, "mixed"),
-        default="mixed",
-        help="mixed: it computes prompts and answers; other roles are not built for engines",
-    )
-    parser.add_argument(
-        "--events",
-        default="",
-        metavar="ADDRESS",
-        help=f"its KV events (ZMQ); default: as the engine says, or port {EVENTS_PORT} of its host",
-    )
-    parser.add_argument(
-        "--events-replay", default="", metavar="ADDRESS", help="where it answers who asks for past ones"
-    )
-    parser.add_argument("--events-topic", default="", metavar="TOPIC", help="first frame of each of them")
-    parser.add_argument(
-        "--engine-model", default="", metavar="NAME", help="the model's name there; default: its first"
-    )
-    parser.add_argument("--engine-key-file", default="", metavar="FILE", help="its --api-key")
-    parser.add_argument("--engine-batch-max", type=int, default=256, help="its --max-num-seqs")
-    parser.add_argument("--engine-token-budget", type=int, default=2048, help="its --max-num-batched-tokens")
-    parser.add_argument(
-        "--engine-wait-s", type=float, default=600.0, help="how long it may take to answer, at the start"
-    )
-    add_model(parser)
-    add_process(parser)
+    add_options(parser, *OPTIONS)
+    add_bus(parser)
+    add_config(parser)
 
 
 async def run(args: argparse.Namespace) -> int:
     from halfmoon.workers.adapters.engine_api import EngineApi
 
-    _check(args)
+    _check(options_of(AdapterOptions, args))
     layout, config = _layout(args), load_config(args.model)
     key = read_option_file("--engine-key-file", args.engine_key_file).strip() if args.engine_key_file else ""
     api = EngineApi(args.url, key=key)
@@ -91,15 +66,12 @@ async def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    if args.role != "mixed":
+def _check(options: AdapterOptions) -> None:
+    if options.role != "mixed":
         raise OptionInvalid(
-            f"--role {args.role}: an engine is adapted as a mixed worker; prefill and decode apart "
+            f"--role {options.role}: an engine is adapted as a mixed worker; prefill and decode apart "
             "(kv_transfer_params) are not built"
         )
-    for option in ("engine_batch_max", "engine_token_budget"):
-        if getattr(args, option) < 1:
-            raise OptionInvalid(f"--{option.replace('_', '-')}: at least 1")
 
 
 def _layout(args: argparse.Namespace) -> Layout:

@@ -13,27 +13,8 @@ if TYPE_CHECKING:
     from halfmoon.workers.worker import ChannelConfig
 
 Where = Literal["local", "remote"]
-#: Each group has channels of its own.
-DECODE_GROUPS_MAX = 64
-PREFILL_GROUP_MAX = 64
 #: A chunk's activations may be long.
 MESSAGE_BYTES_MAX = 256 << 20
-
-
-def add_decode_attention(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--decode-attention",
-        choices=("auto", "local", "remote"),
-        default="auto",
-        help="decode: keep KV itself, or at attention workers; auto: local, in `up` with --attention remote",
-    )
-    group.add_argument(
-        "--decode-groups",
-        default="auto",
-        metavar="N",
-        help="decode: with remote attention, so many parts of a batch are computed in turn, one while others attend;"
-        " auto: as many as make a step short, by the measured cost",
-    )
 
 
 def decode_attention(args: argparse.Namespace, *, attention_workers: int = 0) -> Where:
@@ -42,16 +23,6 @@ def decode_attention(args: argparse.Namespace, *, attention_workers: int = 0) ->
         return "remote" if attention_workers else "local"
     where: Where = args.decode_attention
     return where
-
-
-def decode_groups(args: argparse.Namespace) -> int:
-    """Groups that take turns where a decode worker keeps no KV; 0: as its profile says. Raises OptionInvalid."""
-    text = str(args.decode_groups)
-    if text == "auto":
-        return 0
-    if not text.isdecimal() or not 1 <= int(text) <= DECODE_GROUPS_MAX:
-        raise OptionInvalid(f"--decode-groups {text[:20]}: auto, or from 1 to {DECODE_GROUPS_MAX}")
-    return int(text)
 
 
 def check_attention(args: argparse.Namespace, layout: Layout) -> None:
@@ -101,7 +72,6 @@ def channels(args: argparse.Namespace, worker_id: str, layout: Layout) -> Channe
             option, parts = "attention", args.attention_parts
         case "decode" if decode_attention(args) == "remote":
             option, parts = "--decode-attention remote", 1
-            decode_groups(args)
         case "decode" if args.lend:
             option, parts = "--lend", 1
         case _:
@@ -114,8 +84,6 @@ def stage_channels(
     args: argparse.Namespace, worker_id: str, layout: Layout, *, prefills: bool
 ) -> ChannelConfig | None:
     """How a worker that `prefills` computes prompts together with others; None: it does not. Raises OptionInvalid."""
-    if not 1 <= args.prefill_group <= PREFILL_GROUP_MAX:
-        raise OptionInvalid(f"--prefill-group {args.prefill_group}: from 1 to {PREFILL_GROUP_MAX}")
     if args.prefill_group == 1 or not prefills or not layout.block_bytes:
         return None
     if args.prefill_group > layout.layers:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.metrics import process_registry
+from halfmoon.cli.declared import add_options
 from halfmoon.cli.metrics import shown
+from halfmoon.cli.options import add_bus, add_config
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.lifecycle import connect, until_stopped
-from halfmoon.cli.processes.options import add_elastic, add_policy, add_prefill_group, add_process, policy_of
+from halfmoon.cli.processes.options import ConductorOptions, policy_of
+from halfmoon.cli.shared_options import ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
+
+OPTIONS = (ConductorOptions, ProcessOptions)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--id", default=f"conductor-{socket.gethostname()}")
-    add_policy(parser)
-    add_prefill_group(parser)
-    add_elastic(parser)
-    add_process(parser)
+    add_options(parser, *OPTIONS)
+    add_bus(parser)
+    add_config(parser)
 
 
 async def run(args: argparse.Namespace) -> int:

@@ -4,39 +4,42 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
+
 from halfmoon.cli import model as models
+from halfmoon.cli.declared import add_options, options_of
 from halfmoon.cli.metrics import shown
-from halfmoon.cli.options import OptionInvalid, add_model, check_option_file, secret
+from halfmoon.cli.options import OptionInvalid, add_bus, add_config, check_option_file, secret
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.lifecycle import connect, until_stopped
-from halfmoon.cli.processes.options import add_frontend, add_log_dir, add_process
+from halfmoon.cli.shared_options import ModelOptions, ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.workers.frontend.options import FrontendOptions, FrontendProcessOptions
 
 if TYPE_CHECKING:
     import ssl
 
-    from halfmoon.bus.edge.http_server import HttpLimits
+OPTIONS = (FrontendProcessOptions, ModelOptions, ProcessOptions)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--id", default=f"frontend-{socket.gethostname()}")
-    add_frontend(parser)
-    add_log_dir(parser)
-    add_model(parser)
-    add_process(parser)
+    add_options(parser, *OPTIONS)
+    add_bus(parser)
+    add_config(parser)
 
 
 async def run(args: argparse.Namespace) -> int:
+    from halfmoon.bus.edge.http_server import HttpLimits
     from halfmoon.workers.frontend.config import FrontendConfig
     from halfmoon.workers.frontend.frontend import Frontend
     from halfmoon.workers.frontend.tenants import read_keys
     from halfmoon.workers.model.loading.generation import sampling_defaults
     from halfmoon.workers.model.text.tokenizer import Tokenizer
 
+    options = options_of(FrontendOptions, args)
     tokenizer = Tokenizer.load(args.model)  # before the weights are hashed: it may be refused
     layout = models.layout_of(args)
     keys = {}
@@ -49,25 +52,22 @@ async def run(args: argparse.Namespace) -> int:
     bus = await connect(args, args.id)
     names = args.served_model_name or [layout.model]
     config = FrontendConfig(
+        **asdict(options),
         frontend_id=args.id,
         model=names[0],
         model_aliases=tuple(names[1:]),
-        http_host=args.http_host,
-        http_port=args.http_port,
-        silence_ns_max=int(args.silence_s * SECOND_NS),
-        comment_ns=int(args.sse_comment_s * SECOND_NS),
-        client_inboxes=tuple(args.client_inboxes.split(",")),
-        http_allowed_hosts=tuple(name.strip() for name in args.http_allowed_hosts.split(",") if name.strip()),
-        http_limits=_limits(args),
-        allowed_origins=tuple(name.strip() for name in args.allowed_origins.split(",") if name.strip()),
+        http_limits=HttpLimits(
+            connections_max=options.http_connections_max,
+            connections_per_address_max=options.http_connections_per_address_max,
+            head_s=options.http_head_s,
+            body_s=options.http_body_s,
+        ),
         http_tls=_tls(args),
         api_keys=keys,
         cluster_secret=secret(args),
         context_tokens=_context_tokens(args),
         sampling_defaults=sampling_defaults(args.model, args.generation_config),
-        open_requests_max=args.open_requests_max,
         log_directory=args.log_dir,
-        log_free_bytes_min=args.log_free_mib_min << 20,
         drain_ns_max=int(args.drain_s * SECOND_NS),
     )
     frontend = Frontend(bus, config, tokenizer, layout)
@@ -112,18 +112,3 @@ def _tls(args: argparse.Namespace) -> ssl.SSLContext | None:
     except (OSError, ssl.SSLError) as problem:
         raise OptionInvalid(f"--ssl-certfile {args.ssl_certfile}: {problem}") from None
     return context
-
-
-def _limits(args: argparse.Namespace) -> HttpLimits:
-    """Raises OptionInvalid."""
-    from halfmoon.bus.edge.http_server import HttpLimits
-
-    try:
-        return HttpLimits(
-            connections_max=args.http_connections_max,
-            connections_per_address_max=args.http_connections_per_address_max,
-            head_s=args.http_head_s,
-            body_s=args.http_body_s,
-        )
-    except ValueError as problem:
-        raise OptionInvalid(f"--http-...: {problem}") from None

@@ -1,55 +1,31 @@
-"""Options of mixed workers: how many tokens one iteration computes."""
+"""How many tokens one iteration of a mixed worker computes."""
 
 from __future__ import annotations
 
 import argparse
 
-from halfmoon.cli.options import OptionInvalid
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.roles import WorkerRole
 from halfmoon.workers.batch_former import token_budget
+from halfmoon.workers.options import WorkerOptions
 
 #: Rows of a chunk are padded to this in fast numerics.
 TILE_ROWS = 16
 
 
-def add_token_budget(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--token-budget",
-        default="auto",
-        metavar="N",
-        help="mixed: tokens of prompts and answers in one iteration; auto: by the profile, for the TBT objective",
-    )
-
-
-def add_iteration(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--iteration-ms",
-        type=int,
-        default=1_000,
-        help="mixed: what an iteration may take, where --token-budget is auto",
-    )
-
-
 def token_budget_of(
-    args: argparse.Namespace, role: WorkerRole, layout: Layout, profile: CostProfile, kv_blocks: int
+    args: argparse.Namespace, options: WorkerOptions, layout: Layout, profile: CostProfile, kv_blocks: int
 ) -> int:
-    """That of a mixed worker; 0 for another. Raises OptionInvalid."""
-    if role != "mixed":
-        return 0
-    asked: str = args.token_budget
-    if asked != "auto":
-        if not asked.isdecimal() or int(asked) < 1:
-            raise OptionInvalid(f"--token-budget {asked}: auto, or a number of at least 1")
-        return int(asked)
+    """Tokens of one iteration of a mixed worker."""
+    if isinstance(options.token_budget, int):
+        return options.token_budget
     return largest_budget(
         layout,
         profile,
         iteration_ns=args.iteration_ms * 1_000_000,
-        batch_max=args.batch_max,
+        batch_max=options.batch_max,
         context_tokens=kv_blocks * layout.block_tokens,
-        chunk_tokens=args.chunk_tokens,
+        chunk_tokens=options.chunk_tokens,
     )
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import get_args
+import socket
+from typing import Annotated, ClassVar
 
-from halfmoon.cli.metrics import add_metrics
-from halfmoon.cli.options import add_bus, add_config, add_secret
-from halfmoon.cli.output import add_logging
-from halfmoon.cli.processes.attention import add_decode_attention
-from halfmoon.cli.processes.mixed import add_token_budget
-from halfmoon.cli.tracing import add_tracing
-from halfmoon.schemas.events import TransportName
+import msgspec
+
+from halfmoon.cli.declared import options_of
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.schemas.policy import AdmissionName, ElasticMode, MixedChoice, Policy, PolicyName
+from halfmoon.schemas.policy import AdmissionName, MixedChoice, Policy, PolicyName
+from halfmoon.schemas.types import option
+from halfmoon.workers.options import PoolOptions
 
 #: Longer than a server is away when it is started again: time that passed then does count.
 CLOCK_STEP_NS_MAX = 60 * SECOND_NS
@@ -25,291 +24,60 @@ CORRECTION_WINDOW = 15
 SLOW_PLACE_PERCENT = 1_000
 
 
-def add_process(parser: argparse.ArgumentParser) -> None:
-    """Options of every process."""
-    add_bus(parser)
-    add_secret(parser)
-    add_config(parser)
-    add_metrics(parser)
-    add_tracing(parser)
-    add_logging(parser)
-    parser.add_argument(
-        "--drain-s", type=float, default=20.0, help="how long to finish what runs, when stopped"
-    )
-    parser.add_argument(
-        "--health-file", metavar="FILE", default="", help="touched every second while all is well"
-    )
+class PolicyOptions(PoolOptions, frozen=True, kw_only=True):
+    """Options of a conductor that `halfmoon up` takes as well."""
+
+    title: ClassVar[str] = "policy (of a log that is empty; else the log's own is in force)"
+
+    policy: PolicyName = Policy().name
+    admission: AdmissionName = Policy().admission
+    fetch_replicas: Annotated[int, option("other holders named with a fetch; 0: none")] = 2
+    hot_transfers: Annotated[int, option("copy a prefix that so many read at once; 0: never")] = 4
+    move_period_s: Annotated[
+        float,
+        option("how often KV of running requests may move between decode workers that lend; 0: it stays"),
+    ] = 1.0
+    worker_wait_s: Annotated[
+        float,
+        option("how long a new request waits for a worker where a pool has none; 0: it is refused at once"),
+    ] = 30.0
+    mixed_choice: Annotated[
+        MixedChoice,
+        option(
+            "where there are mixed workers and others: by what is predicted, mixed while they take it, or "
+            "never"
+        ),
+    ] = Policy().mixed_choice
+    ttft_slo_ms: int = Policy().ttft_slo_ns // 1_000_000
+    tbt_slo_ms: int = Policy().tbt_slo_ns // 1_000_000
 
 
-def add_log_dir(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--log-dir", metavar="DIR", default="", help="where nats-server keeps the log, if on this machine"
-    )
+class ConductorOptions(PolicyOptions, frozen=True, kw_only=True):
+    """All options of a conductor."""
 
-
-def add_policy(parser: argparse.ArgumentParser) -> None:
-    defaults = Policy()
-    group = parser.add_argument_group("policy (of a log that is empty; else the log's own is in force)")
-    group.add_argument("--policy", choices=get_args(PolicyName), default=defaults.name)
-    group.add_argument("--admission", choices=get_args(AdmissionName), default=defaults.admission)
-    group.add_argument(
-        "--fetch-replicas", type=int, default=2, help="other holders named with a fetch; 0: none"
-    )
-    group.add_argument(
-        "--hot-transfers", type=int, default=4, help="copy a prefix that so many read at once; 0: never"
-    )
-    group.add_argument(
-        "--move-period-s",
-        type=float,
-        default=1.0,
-        help="how often KV of running requests may move between decode workers that lend; 0: it stays",
-    )
-    group.add_argument(
-        "--worker-wait-s",
-        type=float,
-        default=30.0,
-        help="how long a new request waits for a worker where a pool has none; 0: it is refused at once",
-    )
-    group.add_argument(
-        "--mixed-choice",
-        choices=get_args(MixedChoice),
-        default=defaults.mixed_choice,
-        help="where there are mixed workers and others: by what is predicted, mixed while they take it, or never",
-    )
-    group.add_argument("--ttft-slo-ms", type=int, default=defaults.ttft_slo_ns // 1_000_000)
-    group.add_argument("--tbt-slo-ms", type=int, default=defaults.tbt_slo_ns // 1_000_000)
+    id: str = msgspec.field(default_factory=lambda: f"conductor-{socket.gethostname()}")
 
 
 def policy_of(args: argparse.Namespace) -> Policy:
+    """Raises OptionInvalid."""
+    options = options_of(PolicyOptions, args)
     return Policy(
-        name=args.policy,
-        admission=args.admission,
-        ttft_slo_ns=args.ttft_slo_ms * 1_000_000,
-        tbt_slo_ns=args.tbt_slo_ms * 1_000_000,
-        mixed_choice=args.mixed_choice,
-        fetch_replicas=args.fetch_replicas,
-        hot_transfers=args.hot_transfers,
-        move_period_ns=int(args.move_period_s * SECOND_NS),
+        name=options.policy,
+        admission=options.admission,
+        ttft_slo_ns=options.ttft_slo_ms * 1_000_000,
+        tbt_slo_ns=options.tbt_slo_ms * 1_000_000,
+        mixed_choice=options.mixed_choice,
+        fetch_replicas=options.fetch_replicas,
+        hot_transfers=options.hot_transfers,
+        move_period_ns=int(options.move_period_s * SECOND_NS),
         move_answer_ns=MOVE_ANSWER_NS,
         clock_step_ns_max=CLOCK_STEP_NS_MAX,
-        arrival_wait_ns_max=int(args.worker_wait_s * SECOND_NS),
+        arrival_wait_ns_max=int(options.worker_wait_s * SECOND_NS),
         pools_bound=True,
         idle_served=True,
         sources_named=True,
         slow_place_percent=SLOW_PLACE_PERCENT,
-        elastic=args.elastic,
+        elastic=options.elastic,
         correction_window=CORRECTION_WINDOW,
-        prefill_group=args.prefill_group,
-    )
-
-
-def add_store(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("store")
-    group.add_argument(
-        "--pool-mib", type=int, default=512, help="size of the node's KV pool in shared memory"
-    )
-    group.add_argument(
-        "--eviction", choices=("lru", "lfu", "s3fifo"), default="s3fifo", help="which block goes first"
-    )
-    group.add_argument(
-        "--ssd", default="", metavar="PATH", help="SSD tier: a file, or a directory to make it in"
-    )
-    group.add_argument("--ssd-bytes", type=int, default=16 << 30, metavar="N", help="size of that file")
-    group.add_argument(
-        "--ssd-hits", type=int, default=0, metavar="K", help="only blocks that were hit so often"
-    )
-    group.add_argument(
-        "--kv-events",
-        default="",
-        metavar="ADDRESS",
-        help="publish KV events (ZMQ, as vLLM does); `up`: of the first node, the others next to it",
-    )
-    group.add_argument(
-        "--kv-events-replay", default="", metavar="ADDRESS", help="answer who asks for past ones"
-    )
-    group.add_argument(
-        "--kv-events-topic", default="", metavar="TOPIC", help="first frame of each of their messages"
-    )
-    group.add_argument(
-        "--kv-events-tokens",
-        action="store_true",
-        help="they tell tokens and parents of blocks: routers need them, and whoever reads them reads all prompts",
-    )
-    group.add_argument(
-        "--kv-events-public",
-        action="store_true",
-        help="let KV events, which ask for no key, be read from other hosts",
-    )
-    group.add_argument(
-        "--quota", action="append", default=[], metavar="TENANT=BYTES", help="of a pool; repeatable"
-    )
-    group.add_argument(
-        "--bind", default="127.0.0.1", help="address of the TCP data plane; with several NICs: A,B"
-    )
-    group.add_argument(
-        "--stripes", type=int, default=0, help="slices of a transfer at once; 0: by the number of cores"
-    )
-    group.add_argument(
-        "--topology", default="", metavar="FILE", help="TOML: NUMA nodes of memory and NICs, over sysfs"
-    )
-    group.add_argument(
-        "--data-port", type=int, default=0, help="its port (`up`: of the first node); 0: any free one"
-    )
-    group.add_argument("--advertise", default="", help="address that other nodes use, when it is not --bind")
-    group.add_argument("--transport", choices=("auto", *get_args(TransportName)), default="auto")
-    group.add_argument(
-        "--rdma", default="auto", metavar="DEVICE[:PORT[:GID]]", help="RDMA port; auto, or off"
-    )
-    group.add_argument("--encryption", choices=("auto", "always", "never"), default="auto")
-
-
-def elastic_mode(text: str) -> str:
-    """The mode that is meant; containers have switched it by 1 and 0."""
-    word = text.lower()
-    return {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}.get(word, word)
-
-
-def add_elastic(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--elastic",
-        nargs="?",
-        type=elastic_mode,
-        choices=get_args(ElasticMode),
-        const="on",
-        default="off",
-        metavar="off|advise|on",
-        help="prefill and decode workers take each other's role: when halfmoon role says so, and status says when the "
-        "load asks for it (advise), or also by themselves, by load (on, or no value)",
-    )
-
-
-def add_prefill_group(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--prefill-group",
-        type=int,
-        default=1,
-        metavar="N",
-        help="so many idle prefill workers compute a long prompt together, each some layers, where that pays; 1: each "
-        "computes its own alone",
-    )
-
-
-def add_worker(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("worker")
-    group.add_argument(
-        "--kv-blocks", type=int, default=0, help="blocks of the worker's own cache; 0: by its role"
-    )
-    group.add_argument("--batch-max", type=int, default=16, help="sequences in one decode batch")
-    group.add_argument("--threads", type=int, default=1, help="torch threads")
-    group.add_argument("--attention-kernel", choices=("auto", "sdpa", "flash"), default="auto")
-    group.add_argument("--chunk-tokens", type=int, default=1024, help="of a prefill chunk in fast numerics")
-    group.add_argument(
-        "--no-stream-layers", action="store_true", help="push KV after the last layer, to compare"
-    )
-    group.add_argument(
-        "--lend",
-        action="store_true",
-        help="decode: hold parts of requests that are too long for another worker's cache, and have them held",
-    )
-    add_prefill_group(group)
-    add_elastic(group)
-    add_decode_attention(group)
-    add_token_budget(group)
-    group.add_argument(
-        "--channel-bind", default="127.0.0.1", help='address of that; "": for workers of this host alone'
-    )
-    group.add_argument(
-        "--channel-port", type=int, default=0, help="its port (`up`: of the first node); 0: any free one"
-    )
-    group.add_argument(
-        "--channel-advertise", default="", help="address that others use, when it is not --channel-bind"
-    )
-    group.add_argument(
-        "--channel-encryption",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="of it, between hosts",
-    )
-
-
-def add_frontend(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("frontend")
-    group.add_argument("--http-host", default="127.0.0.1")
-    group.add_argument("--http-port", type=int, default=8000, help="0: any free one")
-    group.add_argument(
-        "--api-keys-file",
-        default="",
-        metavar="FILE",
-        help="keys of HTTP clients, one a line: KEY, TENANT KEY, or * KEY for all tenants",
-    )
-    group.add_argument(
-        "--http-allowed-hosts",
-        default="",
-        metavar="NAMES",
-        help="names that clients may ask for, by commas; *: any (where it listens on loopback: loopback's)",
-    )
-    group.add_argument(
-        "--allowed-origins",
-        default="",
-        metavar="ORIGINS",
-        help="pages that may ask from a browser (CORS), by commas: https://chat.example; *: any; default: none",
-    )
-    group.add_argument("--ssl-certfile", default="", metavar="FILE", help="serve HTTPS with this certificate")
-    group.add_argument(
-        "--ssl-keyfile", default="", metavar="FILE", help="its key, where it is a file of its own"
-    )
-    group.add_argument(
-        "--served-model-name",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="the model's name in the API; repeatable: the first is in answers, all are understood",
-    )
-    group.add_argument(
-        "--max-model-len",
-        type=int,
-        default=0,
-        help="prompt and answer together, at most; 0: the model's context",
-    )
-    group.add_argument(
-        "--generation-config",
-        default="auto",
-        metavar="SOURCE",
-        help="temperature, top_p, top_k, min_p and repetition_penalty of requests that do not say: auto (the model's "
-        "generation_config.json), vllm (none), or a folder with such a file",
-    )
-    _add_frontend_bounds(group)
-
-
-def _add_frontend_bounds(group: argparse._ArgumentGroup) -> None:
-    """How much clients may take of it, in number and in time."""
-    group.add_argument("--http-connections-max", type=int, default=8192)
-    group.add_argument(
-        "--http-connections-per-address-max", type=int, default=4096, help="a proxy is one address"
-    )
-    group.add_argument(
-        "--http-head-s", type=float, default=10.0, help="how long a request's head may take to come"
-    )
-    group.add_argument("--http-body-s", type=float, default=30.0, help="and its body after that")
-    group.add_argument("--open-requests-max", type=int, default=4096)
-    group.add_argument(
-        "--silence-s",
-        type=float,
-        default=120.0,
-        help="a request that gets no token for so long fails; twice its TTFT objective, before its first one",
-    )
-    group.add_argument(
-        "--sse-comment-s",
-        type=float,
-        default=15.0,
-        help="a stream that has nothing to say for so long sends a comment, so that no proxy ends it; 0: never",
-    )
-    group.add_argument(
-        "--log-free-mib-min", type=int, default=64, help="less disk free for the log: no new requests"
-    )
-    group.add_argument(
-        "--client-inboxes",
-        metavar="PREFIXES",
-        default="_INBOX.",
-        help="how reply subjects of NATS clients begin, separated by commas; requests with others are dropped",
+        prefill_group=options.prefill_group,
     )

@@ -6,30 +6,28 @@ import argparse
 import asyncio
 from pathlib import Path
 
+from msgspec.structs import asdict
+
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.metrics import process_registry
 from halfmoon.cli import model as models
+from halfmoon.cli.declared import add_options, options_of
 from halfmoon.cli.metrics import shown
-from halfmoon.cli.options import OptionInvalid, add_model, secret
+from halfmoon.cli.options import OptionInvalid, add_bus, add_config, secret
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.lifecycle import connect, until_stopped
-from halfmoon.cli.processes.options import add_process, add_store
+from halfmoon.cli.shared_options import ModelOptions, ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.policy import Layout
+from halfmoon.store.options import StoreOptions, StoreProcessOptions
+
+OPTIONS = (StoreProcessOptions, ModelOptions, ProcessOptions)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--node", required=True, help="name of the node")
-    add_store(parser)
-    parser.add_argument(
-        "--block-bytes",
-        type=int,
-        metavar="N",
-        default=0,
-        help="hold another engine's blocks of N bytes, a multiple of 4096; no model is read then",
-    )
-    add_model(parser)
-    add_process(parser)
+    add_options(parser, *OPTIONS)
+    add_bus(parser)
+    add_config(parser)
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -39,33 +37,16 @@ async def run(args: argparse.Namespace) -> int:
     from halfmoon.store.errors import TransferError
     from halfmoon.store.pool.segment import SegmentError
 
+    options = options_of(StoreOptions, args)
     layout = _layout(args)
     if layout.block_bytes == 0:
         say("this engine has no KVCache: there is nothing to store")
         return 0
     config = StoreConfig(
+        **asdict(options) | {"ssd": _ssd_path(args)},
         cluster=args.cluster,
         node_id=args.node,
         layout=layout,
-        pool_bytes=args.pool_mib << 20,
-        eviction=args.eviction,
-        kv_events=args.kv_events,
-        kv_events_replay=args.kv_events_replay,
-        kv_events_topic=args.kv_events_topic,
-        kv_events_tokens=args.kv_events_tokens,
-        kv_events_public=args.kv_events_public,
-        ssd_path=_ssd_path(args),
-        ssd_bytes=args.ssd_bytes,
-        ssd_hits_min=args.ssd_hits,
-        quotas=dict(_quota(text) for text in args.quota),
-        bind=args.bind,
-        stripes=args.stripes,
-        topology=args.topology,
-        port=args.data_port,
-        advertise=args.advertise,
-        transport=args.transport,
-        encryption=args.encryption,
-        rdma=args.rdma,
         cluster_secret=secret(args),
     )
     tracing = start_tracing(args, "store", f"store-{args.node}")
@@ -79,11 +60,9 @@ async def run(args: argparse.Namespace) -> int:
         raise OptionInvalid(str(problem)) from None
     registry = process_registry(bus, role="store", process_id=f"store-{args.node}", node_id=args.node)
     registry.register(metrics)
-    say(
-        f"store agent {args.node}: {(args.pool_mib << 20) // layout.block_bytes} blocks of {layout.block_bytes} bytes"
-    )
+    say(f"store agent {args.node}: {config.slot_count} blocks of {layout.block_bytes} bytes")
     if (tier := agent.context.tier) is not None and tier.open:
-        say(f"store agent {args.node}: SSD tier {config.ssd_path}, {tier.records} blocks, {tier.mode}")
+        say(f"store agent {args.node}: SSD tier {config.ssd}, {tier.records} blocks, {tier.mode}")
     stopped = asyncio.create_task(until_stopped(bus, args.health_file))
     drained = asyncio.create_task(agent.drained.wait())
     try:
@@ -118,10 +97,3 @@ def _ssd_path(args: argparse.Namespace) -> str:
     if args.ssd and not (path.is_dir() or path.parent.is_dir()):
         raise OptionInvalid(f"--ssd: there is no directory {path.parent}")
     return str(path / f"halfmoon-{args.cluster}-{args.node}.ssd") if args.ssd and path.is_dir() else args.ssd
-
-
-def _quota(text: str) -> tuple[str, int]:
-    tenant, _, size = text.rpartition("=")
-    if not tenant or not size.isdecimal():
-        raise OptionInvalid(f"--quota: {text!r} is not TENANT=BYTES")
-    return tenant, int(size)

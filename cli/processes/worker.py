@@ -8,26 +8,29 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, assert_never
 
+from msgspec.structs import asdict
+
 from halfmoon.bus.telemetry.metrics import process_registry
 from halfmoon.cli import model as models
+from halfmoon.cli.declared import add_options, options_of
 from halfmoon.cli.metrics import shown
-from halfmoon.cli.options import OptionInvalid, add_model
+from halfmoon.cli.options import OptionInvalid, add_bus, add_config
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.attention import (
     channels,
     decode_attention,
-    decode_groups,
     heads_of_part,
     stage_channels,
 )
 from halfmoon.cli.processes.lifecycle import connect, healthy, stop_signal, until_stopped
-from halfmoon.cli.processes.mixed import add_iteration, token_budget_of
-from halfmoon.cli.processes.options import add_process, add_worker
+from halfmoon.cli.processes.mixed import token_budget_of
+from halfmoon.cli.shared_options import ModelOptions, ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, WorkerRole
 from halfmoon.schemas.types import ExactNumerics
+from halfmoon.workers.options import WorkerOptions, WorkerProcessOptions
 
 if TYPE_CHECKING:
     from halfmoon.workers.worker import Worker, WorkerConfig
@@ -35,26 +38,13 @@ if TYPE_CHECKING:
 #: Through them goes what of a prompt is no whole block, on its way to attention workers.
 TAIL_BLOCKS = 8
 
+OPTIONS = (WorkerProcessOptions, ModelOptions, ProcessOptions)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--node", required=True, help="name of the node whose pool it maps")
-    parser.add_argument("--id", default="", help="default: the node's name")
-    add_worker(parser)
-    parser.add_argument(
-        "--attention-parts",
-        type=int,
-        default=1,
-        metavar="N",
-        help="attention: hold an equal part of the KV heads, of N, by the number that the id ends in",
-    )
-    parser.add_argument(
-        "--attention-segments",
-        action="store_true",
-        help="attention: also hold part of a sequence, in whole segments, where no such worker has room for all",
-    )
-    add_iteration(parser)
-    add_model(parser)
-    add_process(parser)
+    add_options(parser, *OPTIONS)
+    add_bus(parser)
+    add_config(parser)
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -62,6 +52,7 @@ async def run(args: argparse.Namespace) -> int:
 
     role: WorkerRole | None = args.command
     assert role is not None
+    options = options_of(WorkerOptions, args)
     worker_id = args.id or args.node
     if not args.layout_file:  # else `halfmoon up` has done it
         models.check_texts(args.model)
@@ -89,24 +80,25 @@ async def run(args: argparse.Namespace) -> int:
         kv_heads=kv_heads,
         elsewhere=elsewhere,
     )
+    follows: dict[str, Any] = {
+        "kv_blocks": kv_blocks,
+        "batch_max": options.batch_max if layout.layers else 1024,
+        "token_budget": token_budget_of(args, options, layout, profile, kv_blocks) if role == "mixed" else 0,
+        "decode_groups": 0 if options.decode_groups == "auto" else options.decode_groups,
+    }
     config = WorkerConfig(
+        **asdict(options) | follows,
         worker_id=worker_id,
         node_id=args.node,
         layout=layout,
         profile=profile,
-        kv_blocks=kv_blocks,
         context_tokens_max=context,
-        batch_max=args.batch_max if layout.layers else 1024,
-        stream_layers=not args.no_stream_layers,
-        chunk_tokens=args.chunk_tokens,
-        token_budget=token_budget_of(args, role, layout, profile, kv_blocks),
         exact_numerics=_tried(engine, layout, f"{role} worker {worker_id}")
         if ROLES[role].duties & {"prompts", "batch"}
         else "",
         lending=lending,
         stage_channels=stages,
         cache_elsewhere=elsewhere,
-        decode_groups=decode_groups(args),
         first_kv_head=first_kv_head,
         kv_heads=kv_heads,
         holds_segments=role == "attention" and args.attention_segments,

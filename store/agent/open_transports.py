@@ -39,7 +39,7 @@ def open_shm(site: TransportSite) -> ShmTransport:
 
 def open_tcp(site: TransportSite) -> TcpTransport:
     """Raises TransferError: a port is taken."""
-    if site.config.port < 0:
+    if site.config.data_port < 0:
         raise TransportAbsent("there is no data port")
     transport = TcpTransport(site.pool, site.config.tcp_options, host=host_id(), topology=site.topology)
     transport.start()

@@ -38,8 +38,8 @@ def engine() -> Iterator[FakeEngine]:
         ),
         (("--url", "http://x", "--role", "decode"), "--role decode: an engine is adapted as a mixed worker"),
         (("--url", "http://x", "--engine", "null"), "--engine null: an adapted engine computes"),
-        (("--url", "http://x", "--engine-batch-max", "0"), "--engine-batch-max: at least 1"),
-        (("--url", "http://x", "--engine-token-budget", "0"), "--engine-token-budget: at least 1"),
+        (("--url", "http://x", "--engine-batch-max", "0"), "--engine-batch-max 0: at least 1"),
+        (("--url", "http://x", "--engine-token-budget", "0"), "--engine-token-budget 0: at least 1"),
         (
             ("--url", "http://x", "--engine-key-file", "/nowhere"),
             "--engine-key-file '/nowhere': No such file",

@@ -282,7 +282,7 @@ def test_options_that_mean_nothing_are_one_line_that_names_them(
         return refusal("--config", str(file))
 
     assert "no model '/no/such.gguf'" in refusal("--model", "/no/such.gguf")
-    assert "--block-tokens 7: 16 to 512" in refusal("--block-tokens", "7")
+    assert "--block-tokens 7: from 16 to 512" in refusal("--block-tokens", "7")
     assert "--prefill: at least 1" in refusal("--prefill", "0")
     assert "--cluster ../x: letters" in refusal("--cluster", "../x")
     assert f"--config {file}: prefil: there is no such option" in config("prefil = 3\n")

@@ -48,7 +48,7 @@ def test_a_page_of_an_allowed_origin_is_answered_and_reads_it(run: Any) -> None:
         )
         assert (status, "access-control-allow-origin" in headers) == (403, False)
 
-    run(scenario, allowed_origins=(PAGE,))
+    run(scenario, allowed_origins=PAGE)
 
 
 def test_no_page_is_allowed_unless_the_option_says_so(run: Any) -> None:
@@ -59,7 +59,7 @@ def test_no_page_is_allowed_unless_the_option_says_so(run: Any) -> None:
 
     run(scenario)
     with pytest.raises(ValueError, match=r"allowed_origins: .* is no origin"):
-        FrontendConfig(frontend_id="f", model="m", allowed_origins=("chat.example",))
+        FrontendConfig(frontend_id="f", model="m", allowed_origins="chat.example")
 
 
 def certificate(directory: Path) -> tuple[Path, Path]:

@@ -374,7 +374,7 @@ def test_a_worker_that_knows_a_request_and_never_goes_on_does_not_keep_it_open(
             events = await cluster.double.wait_for(RequestCancelled, number)
             assert events[-1].reason == "silence"
 
-    run(scenario, resend_after_ns=100 * MS, silence_ns_max=600 * MS)
+    run(scenario, resend_after_ns=100 * MS, silence_s=0.6)
 
 
 def test_a_request_whose_first_token_may_come_late_is_waited_for(run: Any) -> None:
@@ -388,7 +388,7 @@ def test_a_request_whose_first_token_may_come_late_is_waited_for(run: Any) -> No
         assert not asked.done()
         asked.cancel()
 
-    run(scenario, resend_after_ns=100 * MS, silence_ns_max=300 * MS)
+    run(scenario, resend_after_ns=100 * MS, silence_s=0.3)
 
 
 def test_a_request_that_nothing_is_heard_of_fails(run: Any) -> None:
@@ -399,7 +399,7 @@ def test_a_request_that_nothing_is_heard_of_fails(run: Any) -> None:
         (event,) = await cluster.double.wait_for(RequestCancelled)
         assert event.reason == "silence"
 
-    run(scenario, resend_after_ns=100 * MS, silence_ns_max=600 * MS)
+    run(scenario, resend_after_ns=100 * MS, silence_s=0.6)
 
 
 def test_stopping_finishes_what_is_open_and_refuses_the_rest(run: Any) -> None:

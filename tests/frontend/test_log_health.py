@@ -92,13 +92,13 @@ def test_before_the_disk_of_the_log_is_full_new_requests_are_refused(run: Any, t
     async def taken(cluster: Any) -> None:
         assert (await cluster.post("/v1/completions", BODY))[0] == 200
 
-    run(refused, log_directory=str(tmp_path), log_free_bytes_min=free * 2)
-    run(taken, log_directory=str(tmp_path), log_free_bytes_min=1)
-    run(taken, log_directory=str(tmp_path / "gone"), log_free_bytes_min=free * 2)
+    run(refused, log_directory=str(tmp_path), log_free_mib_min=free >> 19)
+    run(taken, log_directory=str(tmp_path), log_free_mib_min=1)
+    run(taken, log_directory=str(tmp_path / "gone"), log_free_mib_min=free >> 19)
 
 
 @pytest.mark.pure
 def test_limits_that_mean_nothing_are_refused() -> None:
-    for wrong in ({"unstored_ns_max": 1}, {"log_free_bytes_min": -1}):
+    for wrong in ({"unstored_ns_max": 1}, {"log_free_mib_min": -1}):
         with pytest.raises(ValueError, match="unstored_ns_max must be at least a second"):
             FrontendConfig(frontend_id="f", model="m", **wrong)

@@ -48,7 +48,7 @@ def test_a_gap_is_repaired_at_once(run: Any) -> None:
         assert joined(messages) == messages[-1]["text"] == ANSWER
         assert [request.index for request in cluster.double.resend_requests] == [4]
 
-    run(scenario, resend_after_ns=3600 * SECOND_NS, silence_ns_max=3 * 3600 * SECOND_NS)
+    run(scenario, resend_after_ns=3600 * SECOND_NS, silence_s=3 * 3600)
 
 
 def test_a_lost_end_is_asked_for_after_a_silence(run: Any) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from frontend_double import MODEL, Double, whole_answer
 
-from halfmoon.cli.processes.options import add_frontend
+from halfmoon.cli.declared import add_options
 from halfmoon.schemas.sampling import Sampling
+from halfmoon.workers.frontend.options import FrontendOptions
 from halfmoon.workers.model.loading.errors import ModelBroken, ModelError, ModelNotFound
 from halfmoon.workers.model.loading.generation import sampling_defaults
 from tests.workers.made_models import directory
@@ -85,7 +86,7 @@ def test_the_option_says_where_they_come_from(tmp_path: Path) -> None:
     (tmp_path / "made" / FILE).unlink()
     assert sampling_defaults(model, "auto") == {}
     parser = argparse.ArgumentParser()
-    add_frontend(parser)
+    add_options(parser, FrontendOptions)
     assert parser.parse_args([]).generation_config == "auto"
     assert parser.parse_args(["--generation-config", "vllm"]).generation_config == "vllm"
 

@@ -236,7 +236,7 @@ def test_clients_may_have_inboxes_of_another_name(run: Any) -> None:
         _, answer = await cluster.ask("generate", BODY)
         assert answer["text"] == ANSWER
 
-    run(scenario, client_inboxes=("_INBOX.", "_INBOX_alice."))
+    run(scenario, client_inboxes="_INBOX.,_INBOX_alice.")
 
 
 @pytest.mark.pure
@@ -245,7 +245,7 @@ def test_clients_may_have_inboxes_of_another_name(run: Any) -> None:
 )
 def test_what_is_no_beginning_of_inboxes_is_refused(prefix: str) -> None:
     with pytest.raises(ValueError, match="client_inboxes"):
-        FrontendConfig(frontend_id="f", model=MODEL, client_inboxes=(prefix,))
+        FrontendConfig(frontend_id="f", model=MODEL, client_inboxes=prefix)
 
 
 def test_a_long_prompt_does_not_hold_up_others(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

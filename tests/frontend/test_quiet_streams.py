@@ -16,7 +16,7 @@ from halfmoon.workers.frontend.edges.http_answer import COMMENT
 from tests.eventually import eventually
 
 #: Each wait for the worker is longer than some of these.
-PAUSE_NS = 5_000_000
+PAUSE_S = 0.005
 CHAT = [{"role": "user", "content": "Hello"}]
 ASKS = [
     ("/v1/completions", {"prompt": "x", "max_tokens": 100}),
@@ -74,7 +74,7 @@ def test_comments_stand_where_there_is_nothing_to_say(run: Any, path: str, body:
         assert "Half" in "".join(events)
         assert not any(": still" in each for each in events), "a comment stands alone"
 
-    run(scenario, comment_ns=PAUSE_NS)
+    run(scenario, sse_comment_s=PAUSE_S)
 
 
 def test_the_clients_that_people_use_pass_over_comments(run: Any) -> None:
@@ -101,7 +101,7 @@ def test_the_clients_that_people_use_pass_over_comments(run: Any) -> None:
         assert "".join(delta.text for delta in deltas if delta.type == "text_delta") == ANSWER
         await client.close()
 
-    run(scenario, comment_ns=PAUSE_NS)
+    run(scenario, sse_comment_s=PAUSE_S)
 
 
 def test_a_request_that_waits_for_a_worker_is_refused_with_a_status(run: Any) -> None:
@@ -131,7 +131,7 @@ def test_a_request_that_waits_for_a_worker_is_refused_with_a_status(run: Any) ->
             status, headers, _ = await answer
             assert (status, headers["retry-after-ms"]) == (503, "1"), path
 
-    run(scenario, comment_ns=PAUSE_NS)
+    run(scenario, sse_comment_s=PAUSE_S)
 
 
 def test_what_fails_behind_a_comment_is_an_event(run: Any) -> None:
@@ -146,7 +146,7 @@ def test_what_fails_behind_a_comment_is_an_event(run: Any) -> None:
             assert "no room" in told, path
             assert json.loads(told.removeprefix("data: "))
 
-    run(scenario, comment_ns=PAUSE_NS)
+    run(scenario, sse_comment_s=PAUSE_S)
 
 
 def test_without_a_pause_there_are_no_comments(run: Any) -> None:
@@ -155,4 +155,4 @@ def test_without_a_pause_there_are_no_comments(run: Any) -> None:
             async with cluster.http.post(cluster.url + path, json={**body, "stream": True}) as response:
                 assert COMMENT not in await response.read()
 
-    run(scenario, comment_ns=0)
+    run(scenario, sse_comment_s=0)

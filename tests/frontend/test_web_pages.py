@@ -90,10 +90,10 @@ def test_names_can_be_allowed_and_other_machines_ask_by_names_that_nobody_knows(
         for host, status in (("llm.example", 200), ("10.0.0.5:8000", 200), ("x.example", 403)):
             assert (await status_of(cluster, "/health", {"host": host}))[0] == status, host
 
-    run(listed, http_allowed_hosts=("llm.example", "Exact.example:80"))
-    run(any_name, http_allowed_hosts=("*",))
+    run(listed, http_allowed_hosts="llm.example, Exact.example:80")
+    run(any_name, http_allowed_hosts="*")
     run(wide, http_host="0.0.0.0")
-    run(wide_and_listed, http_host="0.0.0.0", http_allowed_hosts=("llm.example",))
+    run(wide_and_listed, http_host="0.0.0.0", http_allowed_hosts="llm.example")
 
 
 ORIGINS = [

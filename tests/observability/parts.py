@@ -97,7 +97,7 @@ async def processes(url: str, scratch: Path) -> AsyncIterator[dict[str, Collecto
             layout=SMALL,
             slots=4,
             cluster_secret="a secret of the tests",
-            ssd_path=str(scratch / "tier"),
+            ssd=str(scratch / "tier"),
             ssd_bytes=1 << 20,
         )
         agent = StoreAgent(one := await bus("s"), config)

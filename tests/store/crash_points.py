@@ -73,7 +73,7 @@ async def start(here: Cluster, path: str) -> tuple[Any, StoreClient]:
         "n1",
         slots=SLOTS,
         eviction="lru",
-        ssd_path=path,
+        ssd=path,
         ssd_bytes=64 * (BLOCK + 64) + 8192,
         ssd_ahead_percent=100,
     )

@@ -62,10 +62,10 @@ async def agent_process(url: str, cluster: str, path: str) -> int:
         node_id="n1",
         layout=SHAPE,
         slots=SLOTS,
-        ssd_path=path,
+        ssd=path,
         ssd_bytes=RECORDS * (SHAPE.block_bytes + 64) + 4 * PAGE_BYTES,
         cluster_secret=SECRET,
-        port=-1,
+        data_port=-1,
         lease_ttl_ns=20_000_000_000,
         transfer_ns_max=10_000_000_000,
     )

@@ -163,7 +163,7 @@ def test_another_tenant_and_another_size_are_refused_with_a_reason_and_counted(n
 
 def test_a_tenant_at_its_quota_gives_up_its_own_blocks_and_nobody_elses(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
-        agent = await here.agent("n1", slots=8, eviction="lru", quotas={"small": 3 * BLOCK + 5})
+        agent = await here.agent("n1", slots=8, eviction="lru", quota=(f"small={3 * BLOCK + 5}",))
         small, other = await open_client(here, "n1", "small"), await open_client(here, "n1", "other")
         others = [key_of(f"o{i}", tenant="other") for i in range(4)]
         await other.batch_put({key: value(i) for i, key in enumerate(others)})

@@ -24,7 +24,7 @@ def page(fill: int) -> list[np.ndarray]:
 def test_pages_in_parts_come_back_and_a_store_that_left_has_none(nats_url: str) -> None:
     async def story() -> None:
         async with cluster(nats_url) as here:
-            agent = await here.agent("n1", layout=Layout.opaque(8192), port=-1)
+            agent = await here.agent("n1", layout=Layout.opaque(8192), data_port=-1)
             options = LinkOptions(
                 node="n1", nats=here.url, connect_s=BOUND_S, lookup_s=BOUND_S, transfer_s=BOUND_S
             )

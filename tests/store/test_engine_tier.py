@@ -47,7 +47,7 @@ def memory(fill: Callable[[int], int] = lambda row: 0) -> np.ndarray:
 
 
 async def agent(here: Cluster, node_id: str, **changes: Any) -> Any:
-    return await here.agent(node_id, layout=Layout.opaque(ROW), port=-1, **changes)
+    return await here.agent(node_id, layout=Layout.opaque(ROW), data_port=-1, **changes)
 
 
 async def found(made: StoreTier, keys: list[bytes], request_id: str = "r") -> list[bool]:
@@ -171,7 +171,7 @@ def test_an_engine_starts_without_a_store_and_every_job_ends(nats_url: str) -> N
 def test_a_store_of_blocks_of_another_size_is_refused_at_the_start(nats_url: str) -> None:
     async def story() -> None:
         async with cluster(nats_url) as here:
-            await here.agent("n1", layout=Layout.opaque(4096), port=-1)
+            await here.agent("n1", layout=Layout.opaque(4096), data_port=-1)
             with pytest.raises(ValueError, match=f"node: the store agent of n1 holds .* --block-bytes {ROW}"):
                 async with tier(here, "n1", memory()):
                     pass

@@ -135,7 +135,7 @@ def test_another_tenants_mark_on_a_reservation_does_not_end_the_write_back(
 ) -> None:
     async def story(here: Cluster) -> None:
         agent = await here.agent(
-            "n1", slots=1, ssd_path=str(tmp_path / "tier"), ssd_bytes=1 << 20, ssd_ahead_percent=100
+            "n1", slots=1, ssd=str(tmp_path / "tier"), ssd_bytes=1 << 20, ssd_ahead_percent=100
         )
         await here.client("n1", "w1")
         bus = await here.bus("n2")

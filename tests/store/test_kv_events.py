@@ -51,7 +51,7 @@ def test_a_subscriber_knows_what_the_node_holds_and_a_late_one_asks_for_the_rest
             agent = await here.agent(
                 "n1",
                 slots=3,
-                ssd_path=str(tmp_path / "tier"),
+                ssd=str(tmp_path / "tier"),
                 ssd_bytes=6 * BLOCK + 12288,
                 ssd_ahead_percent=100,
                 kv_events="tcp://127.0.0.1:0",

@@ -66,7 +66,7 @@ def test_one_that_is_forced_and_absent_is_an_error_and_one_that_is_not_forced_is
         await opened.open(side.site)
         assert opened.absent == {"tcp": "there is no data port", "rdma": "rdma is off"}
 
-    tell(story, port=-1)
+    tell(story, data_port=-1)
 
     async def forced(side: Side, opened: OpenTransports) -> None:
         with pytest.raises(TransferError, match="RDMA is not to be had: no RDMA device"):

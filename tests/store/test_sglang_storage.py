@@ -97,7 +97,7 @@ async def test_pages_come_back_to_engines_of_the_same_configuration_alone(
             assert ranks[1].batch_exists(KEYS) == 1
 
     async with cluster(nats_url) as here:
-        await here.agent("n1", layout=Layout.opaque(BLOCK_BYTES), port=-1)
+        await here.agent("n1", layout=Layout.opaque(BLOCK_BYTES), data_port=-1)
         await asyncio.to_thread(story, here)
 
 

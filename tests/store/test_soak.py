@@ -51,9 +51,7 @@ def test_an_agent_that_keeps_something_of_each_order_grows(
 
     async def hour() -> list[float]:
         async with cluster(nats_url) as here:
-            await here.agent(
-                "n1", layout=SHAPE, slots=600, ssd_path=str(tmp_path / "tier"), ssd_bytes=1 << 24
-            )
+            await here.agent("n1", layout=SHAPE, slots=600, ssd=str(tmp_path / "tier"), ssd_bytes=1 << 24)
             worker = Worker(await here.client("n1", "w1"), seed=1)
             return await play_hour(worker, 0, CHAINS, os.getpid())
 

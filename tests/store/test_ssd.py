@@ -57,7 +57,7 @@ async def start(
     fields: dict[str, Any] = {
         "slots": 8,
         "eviction": "lru",
-        "ssd_path": str(path),
+        "ssd": str(path),
         "ssd_bytes": 64 * BLOCK + MIB,
         "ssd_ahead_percent": 100,
     }
@@ -204,7 +204,7 @@ def test_a_restart_finds_what_was_saved_and_saves_what_was_idle(nats_url: str, t
 @pytest.mark.slow
 def test_only_blocks_that_were_hit_often_enough_are_saved(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
-        agent, client = await start(here, tmp_path / "tier", ssd_hits_min=2)
+        agent, client = await start(here, tmp_path / "tier", ssd_hits=2)
         await client.batch_put({KEYS[n]: value(n) for n in range(8)})
         for number in (1, 4):
             for _ in range(2):

@@ -92,11 +92,11 @@ class Tiers(RuleBasedStateMachine):
             slots=SLOTS,
             eviction=self.eviction,
             cluster_secret=SECRET,
-            ssd_path=str(self.path),
+            ssd=str(self.path),
             ssd_bytes=2 * PAGE_BYTES + RECORDS * (BLOCK + 64),
             ssd_stop_s=0.0,
-            quotas={"small": QUOTA * BLOCK},
-            port=-1,
+            quota=(f"small={QUOTA * BLOCK}",),
+            data_port=-1,
         )
         bus: Any = None  # nothing is said to anybody here
         self.context = AgentContext(bus, config)

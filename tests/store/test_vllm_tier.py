@@ -73,7 +73,7 @@ async def test_what_one_engine_stores_another_of_the_same_configuration_loads(
     nats_url: str, adapter: ModuleType
 ) -> None:
     async with cluster(nats_url) as here:
-        await here.agent("n1", layout=Layout.opaque(ROW), port=-1)
+        await here.agent("n1", layout=Layout.opaque(ROW), data_port=-1)
 
         def story() -> None:
             hit, miss = LookupResult.HIT, LookupResult.MISS
@@ -116,7 +116,7 @@ async def test_engines_that_differ_in_anything_that_bytes_depend_on_share_nothin
     nats_url: str, adapter: ModuleType, changes: dict[str, Any], options: dict[str, Any]
 ) -> None:
     async with cluster(nats_url) as here:
-        await here.agent("n1", layout=Layout.opaque(ROW), port=-1)
+        await here.agent("n1", layout=Layout.opaque(ROW), data_port=-1)
 
         def story() -> None:
             with engine(adapter, here, fake_vllm.spec()) as first:

@@ -50,7 +50,7 @@ class LogHealth:
             message = f"the event log has stored nothing for {unstored_s:.0f} s"
             return ApiError(503, message, code="log_not_stored", retry_after_ns=SECOND_NS)
         free_bytes = self.free_bytes
-        if free_bytes is not None and free_bytes < self._config.log_free_bytes_min:
+        if free_bytes is not None and free_bytes < self._config.log_free_mib_min << 20:
             message = f"the disk of the event log has {free_bytes >> 20} MiB left"
             return ApiError(503, message, code="log_disk_full", retry_after_ns=SECOND_NS)
         return None

@@ -36,7 +36,7 @@ class LogDisk(Collector):
     def collect(self) -> Iterable[Metric]:
         free = self._health.free_bytes
         free_values: Values = {} if free is None else {(): free}
-        least_values: Values = {} if free is None else {(): self._config.log_free_bytes_min}
+        least_values: Values = {} if free is None else {(): self._config.log_free_mib_min << 20}
         yield gauge("halfmoon_log_disk_free_bytes", "Free where the event log is.", (), free_values)
         least = "With less than this new requests are refused."
         yield gauge("halfmoon_log_disk_free_bytes_min", least, (), least_values)

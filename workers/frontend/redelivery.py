@@ -84,7 +84,7 @@ class Redelivery:
     def _silence_ns_max(self, request: OpenRequest) -> int:
         """Twice the time that its first token may take, if that is longer."""
         ttft_ns = 0 if request.output_ids else request.arrived.ttft_slo_ns
-        return max(self._registry.config.silence_ns_max, 2 * ttft_ns)
+        return max(int(self._registry.config.silence_s * SECOND_NS), 2 * ttft_ns)
 
     def silent(self, now_ns: int) -> list[str]:
         """Requests that may wait for a worker, or whose refusal was lost: a conductor knows."""

@@ -86,7 +86,7 @@ class PrefillWorker(PromptWorker):
             self.facts(),
             prepared_max=config.prepared_max,
             chunk_tokens=config.chunk_tokens,
-            stream_layers=config.stream_layers,
+            stream_layers=not config.no_stream_layers,
         )
         await self.prepare_prompts()
         #: Of the order that has the turn: the logits of its last prompt token, and what is to be told of the others.

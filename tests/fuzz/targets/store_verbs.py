@@ -190,7 +190,7 @@ class Agent:
     def __init__(self, directory: Path) -> None:
         config = StoreConfig(
             cluster=f"fuzz{uuid.uuid4().hex[:8]}", node_id=ME, layout=LAYOUT, slots=SLOTS, cluster_secret=SECRET,
-            ssd_path=str(directory / "tier"), ssd_bytes=1 << 20, transport="tcp", rdma="off", encryption="never",
+            ssd=str(directory / "tier"), ssd_bytes=1 << 20, transport="tcp", rdma="off", encryption="never",
             transfer_ns_max=200_000_000, stall_ns_max=200_000_000, control_timeout_s=0.2,
         )  # fmt: skip
         self.bus = GivenAnswers()

@@ -16,7 +16,6 @@ from halfmoon.bus.edge.http_server import JSON, Handler, client_request_id, read
 from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
-from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.workers.frontend.edges.http_access import check_json
 from halfmoon.workers.frontend.edges.http_answer import UnreadEvents
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
@@ -114,7 +113,7 @@ class Exchanges:
     async def _stream(
         self, request: web.BaseRequest, listener: _Listener, form: Form, headers: dict[str, str]
     ) -> web.StreamResponse:
-        pause_s = self._registry.config.comment_ns / SECOND_NS
+        pause_s = self._registry.config.sse_comment_s
         heard = await listener.wait_to_begin(pause_s)
         if listener.error is not None and not listener.events:
             return refusal(listener.error, headers, form.error(listener.error))

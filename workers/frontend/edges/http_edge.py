@@ -35,6 +35,7 @@ from halfmoon.schemas.api.requests import ApiRequest, decode_body, parse_chat, p
 from halfmoon.schemas.api.responses import parse_responses
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
+from halfmoon.workers.frontend.config import names
 from halfmoon.workers.frontend.dialects import openapi
 from halfmoon.workers.frontend.dialects.exchange import Dialect, Exchanges
 from halfmoon.workers.frontend.dialects.messages import MessagesForm
@@ -79,7 +80,9 @@ class HttpEdge:
         self._status = status
         self._keys = ApiKeys(registry.config.api_keys)
         config = registry.config
-        self._origins = Origins(config.http_host, config.http_allowed_hosts, config.allowed_origins)
+        self._origins = Origins(
+            config.http_host, names(config.http_allowed_hosts), names(config.allowed_origins)
+        )
         self._limits = registry.config.http_limits
         self._server = HttpServer(
             self._answer,
@@ -184,7 +187,7 @@ class HttpEdge:
     async def _stream(
         self, request: web.BaseRequest, answer: HttpAnswer, headers: dict[str, str]
     ) -> web.StreamResponse:
-        pause_s = self._config.comment_ns / SECOND_NS
+        pause_s = self._config.sse_comment_s
         heard = await answer.wait_to_begin(pause_s)
         if answer.error is not None and not answer.events:
             return refusal(answer.error, headers)

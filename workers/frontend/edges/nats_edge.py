@@ -71,7 +71,7 @@ class NatsEdge:
             service_id=registry.config.frontend_id,
             version=VERSION,
             description=f"{registry.config.model}, served from separate prefill and decode pools",
-            inboxes=registry.config.client_inboxes,
+            inboxes=registry.config.inbox_prefixes,
         )
         self._probe_prefix = self._nc.new_inbox()
         self._last_words = LastWords(self.send, probe=self._probe_prefix)

@@ -87,7 +87,7 @@ class NatsListener:
     ) -> None:
         headers = msg.headers or {}
         alive = headers.get(ALIVE_HEADER, "")
-        inboxes = inboxes_of(subjects.tenant_of(msg.subject), edge.registry.config.client_inboxes)
+        inboxes = inboxes_of(subjects.tenant_of(msg.subject), edge.registry.config.inbox_prefixes)
         self._edge = edge
         self._stream = ask.stream
         self._alive = msg.reply if ask.stream else reply_subject(alive, inboxes)

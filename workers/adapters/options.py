@@ -1,0 +1,36 @@
+"""Options of an adapter of another's engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from halfmoon.schemas.types import option
+
+#: Where vLLM publishes KV events unless it is told otherwise.
+EVENTS_PORT = 5557
+
+
+class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """All options of an adapter. What begins with `engine` is the engine's own."""
+
+    url: Annotated[str, option("where the engine listens: http://127.0.0.1:8000")]
+    id: Annotated[str, option("name of the worker, and of its node")]
+    role: Annotated[
+        Literal["prefill", "decode", "mixed"],
+        option("mixed: it computes prompts and answers; other roles are not built for engines"),
+    ] = "mixed"
+    events: Annotated[
+        str,
+        option(
+            f"its KV events (ZMQ); default: as the engine says, or port {EVENTS_PORT} of its host", "ADDRESS"
+        ),
+    ] = ""
+    events_replay: Annotated[str, option("where it answers requests for past ones", "ADDRESS")] = ""
+    events_topic: Annotated[str, option("first frame of each of them", "TOPIC")] = ""
+    engine_model: Annotated[str, option("the model's name there; default: its first", "NAME")] = ""
+    engine_key_file: Annotated[str, option("its --api-key", "FILE")] = ""
+    engine_batch_max: Annotated[int, option("its --max-num-seqs", ge=1)] = 256
+    engine_token_budget: Annotated[int, option("its --max-num-batched-tokens", ge=1)] = 2048
+    engine_wait_s: Annotated[float, option("how long it may take to answer, at the start")] = 600.0
