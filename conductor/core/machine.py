@@ -148,6 +148,9 @@ class Core:
         `random` draws by the place in the log: here, by the next one. The grounds of real decisions are in `notes`.
         """
         state = self.state
+        if at_ns > state.at_ns:
+            # What is overdue then is judged by the state's own time.
+            state = msgspec.structs.replace(state, at_ns=at_ns)
         draw = f"{state.seq + 1}:0"
         verdict = choose(state, request, at_ns, draw)
         return explain_arrival(state, request, at_ns, verdict, seq=state.seq + 1, draw=draw)
