@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_args
 from clusters import finish, parsed, parser
 
 from benchmarks.workloads import KINDS
+from halfmoon.conductor.simulation.options import RunOptions
 from halfmoon.conductor.simulation.profiles import PROFILES
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
@@ -64,7 +65,7 @@ def measure(run: Run) -> Measured:
         ClusterShape(prefill=WORKERS, decode=WORKERS, block_tokens=512),
         Policy(name=run.policy, admission="none", prefill_group=run.group),
         PROFILES[PROFILE],
-        speed=run.speed,
+        RunOptions(speed=run.speed),
     )
     return Measured(report.ttft_ms.mean, report.ttft_ms.p90, report.prefill_busy, report.token_reuse)
 
