@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
 import re
 import shutil
@@ -12,13 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
+from halfmoon.cli.commands import COMMANDS
+from halfmoon.cli.options import PREFIX
 from halfmoon.schemas.roles import ROLES, WORKER_ROLES, WorkerRole
 from tests.lengths import sizes
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "docker" / "kubernetes"
 MANIFESTS = sorted(KUBERNETES.glob("*.yaml"))
-PROCESS_SOURCES = sorted((ROOT / "cli" / "processes").glob("*.py"))
 COMPOSE = ROOT / "docker" / "compose.yaml"
 
 
@@ -103,6 +106,17 @@ def workloads() -> dict[str, dict[str, Any]]:
     return found
 
 
+def _options_of_processes() -> set[str]:
+    """By their names in the environment, without the prefix and in small letters."""
+    names: set[str] = set()
+    for command in COMMANDS:
+        if command.name in (*ROLES, "container"):
+            parser = argparse.ArgumentParser(add_help=False)
+            importlib.import_module(command.module).add(parser)
+            names |= {action.dest for action in parser._actions if action.option_strings}
+    return names
+
+
 def test_compose_and_kubernetes_run_the_same_processes() -> None:
     """Every role that there is; same image, same settings by name, every setting one that the process knows."""
     compose = yaml.safe_load(COMPOSE.read_text())["services"]
@@ -119,12 +133,7 @@ def test_compose_and_kubernetes_run_the_same_processes() -> None:
             found[container["name"]] = {each["name"] for each in container["env"]}
     # An adapter stands beside an engine of another's, wherever that is.
     assert set(found) == {"nats", *ROLES} - {"adapt"}
-    sources = ("options", "metrics", "container", *(f"processes/{each.stem}" for each in PROCESS_SOURCES))
-    options = "".join((ROOT / "cli" / f"{name}.py").read_text() for name in sources)
-    known = {
-        f"HALFMOON_{flag.replace('-', '_').upper()}"
-        for flag in re.findall(r'add_argument\(\s*"--([a-z-]+)"', options)
-    }
+    known = {f"{PREFIX}{name.upper()}" for name in _options_of_processes()}
     of_secrets = {"HALFMOON_ATTENTION", "HALFMOON_MIXED"}  # by the table of roles
     ours = [service for service in compose.values() if "profiles" not in service]
     settings = {name for service in ours for name in service.get("environment") or {}}

@@ -22,7 +22,7 @@ from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import OrderUnknown
-from halfmoon.workers.model.prompt_rows import LayerHooks
+from halfmoon.workers.model.layer_hooks import LayerHooks
 from halfmoon.workers.prefill.actions import ComputePrompt
 from halfmoon.workers.prefill.cache_window import CacheWindow, PromptMemory
 from halfmoon.workers.prefill.computation import PromptComputation

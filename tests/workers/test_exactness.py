@@ -15,8 +15,8 @@ from planted import flip_a_bit, sum_in_two_halves
 from reference import prefill
 
 from halfmoon.workers.model.engine import Engine
+from halfmoon.workers.model.layer_hooks import LayerHooks
 from halfmoon.workers.model.loading.files import LoadedModel
-from halfmoon.workers.model.prompt_rows import LayerHooks
 
 BLOCK_TOKENS = 64
 LENGTHS = (300, 64, 129, 5)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from reference import prefill
 
 from halfmoon.workers.model.engine import Engine
+from halfmoon.workers.model.layer_hooks import LayerHooks
 from halfmoon.workers.model.loading.files import LoadedModel
-from halfmoon.workers.model.prompt_rows import LayerHooks
 from halfmoon.workers.model.transformer import Rotary
 from halfmoon.workers.prefill.cache_window import CacheWindow
 

@@ -26,7 +26,7 @@ from halfmoon.workers.attention.errors import PartRefused
 from halfmoon.workers.attention.held import HeldSegments
 from halfmoon.workers.attention.remote_segments import RemoteSegments
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.prompt_rows import LayerHooks
+from halfmoon.workers.model.layer_hooks import LayerHooks
 
 __all__ = ["any_borrower", "any_engine", "any_model"]
 

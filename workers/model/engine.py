@@ -34,10 +34,11 @@ from halfmoon.workers.model.attention.exact import (
 from halfmoon.workers.model.attention.kernel import Attention, LayerCache, Plan
 from halfmoon.workers.model.block_allocator import BlockAllocator
 from halfmoon.workers.model.groups import cut, in_turn
+from halfmoon.workers.model.layer_hooks import NO_HOOKS, LayerHooks
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.paged_cache import LayerBytes, PagedCache
 from halfmoon.workers.model.pooled_segments import PooledSegments
-from halfmoon.workers.model.prompt_rows import NO_HOOKS, LayerHooks, PromptRows, PromptScores
+from halfmoon.workers.model.prompt_rows import PromptRows, PromptScores
 from halfmoon.workers.model.sampling import sample, sample_batch, score
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 from halfmoon.workers.model.segments import segment_tokens as default_segment_tokens

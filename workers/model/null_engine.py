@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from halfmoon.workers.model.block_allocator import BlockAllocator
+from halfmoon.workers.model.layer_hooks import NO_HOOKS, LayerHooks
 from halfmoon.workers.model.loading.config import ModelConfig
-from halfmoon.workers.model.prompt_rows import NO_HOOKS, LayerHooks, PromptRows, PromptScores, ScoredToken
+from halfmoon.workers.model.prompt_rows import PromptRows, PromptScores, ScoredToken
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 
 if TYPE_CHECKING:

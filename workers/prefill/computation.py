@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.workers import hold_points
-from halfmoon.workers.model.prompt_rows import LayerHooks, PromptRows
+from halfmoon.workers.model.layer_hooks import LayerHooks
+from halfmoon.workers.model.prompt_rows import PromptRows
 from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.prefill.actions import ComputePrompt
 from halfmoon.workers.prefill.cache_window import PromptMemory

@@ -20,7 +20,8 @@ from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.errors import ChannelLost
 from halfmoon.workers import hold_points
 from halfmoon.workers.model.attention.kernel import Tensor
-from halfmoon.workers.model.prompt_rows import LayerHooks, PromptRows
+from halfmoon.workers.model.layer_hooks import LayerHooks
+from halfmoon.workers.model.prompt_rows import PromptRows
 from halfmoon.workers.prefill.actions import ComputeStage
 from halfmoon.workers.prefill.stage_listener import StageListener
 from halfmoon.workers.prefill.stage_messages import (
