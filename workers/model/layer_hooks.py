@@ -1,4 +1,4 @@
-"""What is called between the layers of a chunk. Imports no torch."""
+"""Hooks around the layers of a chunk. Imports no torch."""
 
 from __future__ import annotations
 
