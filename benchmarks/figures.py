@@ -7,7 +7,6 @@ It writes "older" wherever a page cites a result whose modules changed since it 
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 import socket
 import sys
@@ -21,7 +20,7 @@ import orjson
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measured import RESULTS, ROOT, changed
-from halfmoon.cli.commands import COMMANDS
+from halfmoon.cli.commands import parser_of
 
 LIST = RESULTS / "README.md"
 #: Pages in which kept results are cited: `results/NAME.json`.
@@ -254,10 +253,7 @@ def _options() -> str:
     """Each option of `halfmoon up` and of the processes, by its parser: default, processes, meaning."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for command in OPTIONS_OF:
-        (module,) = (each.module for each in COMMANDS if each.name == command)
-        parser = argparse.ArgumentParser(add_help=False)
-        importlib.import_module(module).add(parser)
-        for action in parser._actions:
+        for action in parser_of(command)._actions:
             if not action.option_strings or action.help == argparse.SUPPRESS:
                 continue
             said = action.default not in (None, "", []) and action.default is not False

@@ -6,7 +6,10 @@ it is asked for: all together import torch, NATS, HTTP and plotting, which takes
 
 from __future__ import annotations
 
+import argparse
+import importlib
 from dataclasses import dataclass
+from types import ModuleType
 
 from halfmoon.schemas.roles import WORKER_ROLES
 
@@ -67,3 +70,16 @@ COMMANDS = (
     ),
     Command("frontend", "halfmoon.cli.processes.frontend", "the client edge: NATS API and HTTP"),
 )
+
+
+def module_of(command: str) -> ModuleType:
+    """The command's module, imported."""
+    (module,) = (each.module for each in COMMANDS if each.name == command)
+    return importlib.import_module(module)
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """A parser of the command's own options."""
+    parser = argparse.ArgumentParser(add_help=False)
+    module_of(command).add(parser)
+    return parser

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib
 import logging
 import os
 import sys
@@ -19,7 +18,7 @@ from importlib.util import LazyLoader
 from typing import Any
 
 from halfmoon.bus.errors import BusError
-from halfmoon.cli.commands import COMMANDS
+from halfmoon.cli.commands import COMMANDS, module_of
 from halfmoon.cli.options import OptionInvalid, parse
 from halfmoon.cli.output import set_logging
 from halfmoon.schemas.roles import ROLES
@@ -73,7 +72,6 @@ def _main(argv: Sequence[str] | None) -> None:
     parser.add_argument("--version", action=_Version)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands = {each.name: subparsers.add_parser(each.name, help=each.help) for each in COMMANDS}
-    modules = {each.name: each.module for each in COMMANDS}
     refused_status = 1
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # asyncio says it once for every TLS connection that a server or we close, and it means nothing.
@@ -82,16 +80,11 @@ def _main(argv: Sequence[str] | None) -> None:
     # `halfmoon status`.
     sys.meta_path.insert(0, _WhenUsed("aiohttp", "multidict", "nats.js"))
     try:
-        args = parse(
-            parser,
-            commands,
-            arguments,
-            lambda name: importlib.import_module(modules[name]).add(commands[name]),
-        )
+        args = parse(parser, commands, arguments, lambda name: module_of(name).add(commands[name]))
         set_logging(args)
         if args.command in ROLES:  # who starts it again and again is to know that this mends nothing
             refused_status = os.EX_CONFIG
-        sys.exit(_run(importlib.import_module(modules[args.command]).run(args)))
+        sys.exit(_run(module_of(args.command).run(args)))
     except ModuleNotFoundError as problem:
         extra = EXTRAS.get((problem.name or "").partition(".")[0])
         if extra is None:

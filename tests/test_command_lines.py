@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from halfmoon.cli.commands import COMMANDS
+from halfmoon.cli.commands import COMMANDS, module_of, parser_of
 from halfmoon.cli.options import OptionInvalid, bus_config, parse
 
 #: What each command takes without a name, and its options with their values, of which any may stand anywhere.
@@ -31,15 +30,12 @@ def parsed(argv: list[str]) -> Any:
     top = argparse.ArgumentParser(prog="halfmoon")
     subparsers = top.add_subparsers(dest="command", required=True)
     parsers = {each.name: subparsers.add_parser(each.name) for each in COMMANDS}
-    modules = {each.name: each.module for each in COMMANDS}
-    return parse(top, parsers, argv, lambda name: importlib.import_module(modules[name]).add(parsers[name]))
+    return parse(top, parsers, argv, lambda name: module_of(name).add(parsers[name]))
 
 
 @pytest.mark.parametrize("command", [each.name for each in COMMANDS])
 def test_options_may_stand_anywhere(command: str) -> None:
-    parser = argparse.ArgumentParser()
-    importlib.import_module(next(each.module for each in COMMANDS if each.name == command)).add(parser)
-    positional = [a for a in parser._actions if not a.option_strings]
+    positional = [a for a in parser_of(command)._actions if not a.option_strings]
     if command == "container" or not positional:
         return  # `container` hands on what stands behind the role
     assert command in WORDS, f"{command} takes {positional[0].dest}: say how in WORDS"

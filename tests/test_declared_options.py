@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
@@ -14,17 +12,12 @@ import pytest
 from msgspec.structs import FieldInfo, fields
 
 from benchmarks import figures
-from halfmoon.cli.commands import COMMANDS
+from halfmoon.cli.commands import module_of
 from halfmoon.cli.declared import default_of, flag, options_of, type_of
 from halfmoon.cli.options import PREFIX, OptionInvalid, parse
 
 #: Words of an option that reads its text itself.
 WORDS = {"quota": "a=1"}
-
-
-def module_of(command: str) -> ModuleType:
-    (module,) = (each.module for each in COMMANDS if each.name == command)
-    return importlib.import_module(module)
 
 
 def declared(command: str) -> Iterator[tuple[type[msgspec.Struct], FieldInfo]]:

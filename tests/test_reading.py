@@ -7,13 +7,12 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
-import importlib
 import re
 from pathlib import Path, PurePosixPath
 
 import pytest
 
-from halfmoon.cli.commands import COMMANDS
+from halfmoon.cli.commands import COMMANDS, module_of
 from tests.test_tidy import FILES
 
 ROOT = Path(__file__).parents[1]
@@ -64,13 +63,13 @@ def test_a_file_that_is_gone_is_found() -> None:
 
 COMMAND_LINE = re.compile(r"(?:^\$ |^    |`|\| )halfmoon ([a-z]+)\b([^`\n#]*)", re.M)
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-MODULES = {command.name: command.module for command in COMMANDS}
+NAMES = [command.name for command in COMMANDS]
 
 
 @functools.cache
 def options_of(command: str) -> set[str]:
     parser = argparse.ArgumentParser()
-    importlib.import_module(MODULES[command]).add(parser)
+    module_of(command).add(parser)
     parsers, found = [parser], set[str]()
     while parsers:
         for action in parsers.pop()._actions:
@@ -84,9 +83,9 @@ def unknown(page: str) -> list[str]:
     """Commands and options of ours that a page writes and the program does not have."""
     found = []
     for command, words in COMMAND_LINE.findall(page.replace("\\\n", " ")):
-        known = options_of(command) if command in MODULES else set()
+        known = options_of(command) if command in NAMES else set()
         found += [f"{command} {option}" for option in OPTION.findall(words) if option not in known]
-        found += [] if command in MODULES else [command]
+        found += [] if command in NAMES else [command]
     return found
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from halfmoon.cli import up
-from halfmoon.cli.commands import COMMANDS
+from halfmoon.cli.commands import parser_of
 from halfmoon.cli.local import cluster
 from halfmoon.cli.local.flags import SECRETS, process_flags, secret_environment, worker_flags
 from halfmoon.cli.options import OptionInvalid
@@ -34,13 +33,6 @@ TRANSLATED = {"attention_split": {"attention_segments": True}} | {
     f"{role}_kv_blocks": {"kv_blocks": 7} for role in WORKER_ROLES
 }
 PROCESSES = ("conductor", "store", "frontend", *WORKER_ROLES)
-
-
-def parser_of(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
-    (module,) = (each.module for each in COMMANDS if each.name == command)
-    importlib.import_module(module).add(parser)
-    return parser
 
 
 def options() -> list[argparse.Action]:

@@ -7,11 +7,10 @@ a process needs no line here.
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from halfmoon.cli.commands import COMMANDS
+from halfmoon.cli.commands import parser_of
 from halfmoon.cli.options import PREFIX, OptionInvalid
 from halfmoon.cli.processes.attention import decode_attention
 from halfmoon.schemas.roles import WorkerRole
@@ -34,11 +33,8 @@ def process_flags(
 
     Defaults are said too, since the process's environment may say something else. Raises OptionInvalid.
     """
-    parser = argparse.ArgumentParser(add_help=False)
-    (module,) = (each.module for each in COMMANDS if each.name == command)
-    importlib.import_module(module).add(parser)
     flags: list[str] = []
-    for action in parser._actions:
+    for action in parser_of(command)._actions:
         name = action.dest
         if name in own:
             flags += _said(action, own[name])

@@ -22,6 +22,7 @@ from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
 from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
+from halfmoon.workers.options import PREFILL_GROUP_MAX
 
 DEFAULT_TRACE = "benchmarks/traces/conversation_trace.jsonl.zst"
 #: Objectives of who names none.
@@ -156,8 +157,8 @@ def simulated(
         raise OptionInvalid(f"--noise-percent {args.noise_percent}: 0 to 99")
     if not 0 <= args.correction_window <= 1_000:
         raise OptionInvalid(f"--correction-window {args.correction_window}: 0 to 1,000")
-    if not 1 <= args.prefill_group <= 64:
-        raise OptionInvalid(f"--prefill-group {args.prefill_group}: 1 to 64")
+    if not 1 <= args.prefill_group <= PREFILL_GROUP_MAX:
+        raise OptionInvalid(f"--prefill-group {args.prefill_group}: 1 to {PREFILL_GROUP_MAX}")
     policy = policy_of(args)
     run = RunOptions(
         seed=args.seed,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import os
 import re
 import shutil
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from halfmoon.cli.commands import COMMANDS
+from halfmoon.cli.commands import COMMANDS, parser_of
 from halfmoon.cli.options import PREFIX
 from halfmoon.schemas.roles import ROLES, WORKER_ROLES, WorkerRole
 from tests.lengths import sizes
@@ -111,9 +109,7 @@ def _options_of_processes() -> set[str]:
     names: set[str] = set()
     for command in COMMANDS:
         if command.name in (*ROLES, "container"):
-            parser = argparse.ArgumentParser(add_help=False)
-            importlib.import_module(command.module).add(parser)
-            names |= {action.dest for action in parser._actions if action.option_strings}
+            names |= {action.dest for action in parser_of(command.name)._actions if action.option_strings}
     return names
 
 
