@@ -80,8 +80,6 @@ def explain(
     seq: int,
     avoid: Sequence[str] = (),
     lost_reason: str = "",
-    other_way: Placement | Refusal | None = None,
-    rivals: dict[PolicyName, tuple[str, str]] | None = None,
 ) -> Explanation:
     """The grounds of `verdict`, in the state in which it was found."""
     matched = match_prefix(state, request, at_ns)
@@ -111,8 +109,6 @@ def explain(
         prefill=prefills,
         decode=decodes,
         mixed=mixed,
-        other_way=other_way,
-        rivals=rivals or {},
         left_out={
             worker.worker_id: _why_not(state, worker, request)
             for worker in state.workers.values()
@@ -143,9 +139,10 @@ def explain_arrival(
     """The grounds of `verdict` on a request that was never placed: it may wait instead of being refused."""
     if isinstance(verdict, Refusal) and waits_ns(state, request, verdict):
         return explain(state, request, at_ns, None, seq=seq, lost_reason=verdict.message)
-    other_way = _other_way(state, request, at_ns, verdict, draw)
-    rivals = _rivals(state, request, at_ns, verdict, draw)
-    return explain(state, request, at_ns, verdict, seq=seq, other_way=other_way, rivals=rivals)
+    why = explain(state, request, at_ns, verdict, seq=seq)
+    why.other_way = _other_way(state, request, at_ns, verdict, draw)
+    why.rivals = _rivals(state, request, at_ns, verdict, draw)
+    return why
 
 
 def _other_way(
@@ -166,12 +163,13 @@ def _rivals(
     if not isinstance(verdict, Placement) or verdict.mixed:
         return {}
     rivals: dict[PolicyName, tuple[str, str]] = {}
+    # All but the policy are the state's own objects, which no decision changes.
+    other = msgspec.structs.replace(state)
     chosen = verdict.prefill.worker_id, verdict.decode.worker_id
     for name, rules in POLICIES.items():
         if name == state.policy.name or not isinstance(rules.prefill, Least):
             continue
-        # Everything but the policy is the same object: nothing is changed on the way to a decision.
-        other = msgspec.structs.replace(state, policy=msgspec.structs.replace(state.policy, name=name))
+        other.policy = msgspec.structs.replace(state.policy, name=name)
         placed = decide(other, request, at_ns, draw)
         if isinstance(placed, Placement):
             pair = placed.prefill.worker_id, placed.decode.worker_id
