@@ -20,6 +20,7 @@ import zstandard
 
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
 from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.schemas.types import KEY_BYTES
 
 BLOCK = 512
 TRACES = Path(__file__).parent / "traces"
@@ -39,7 +40,7 @@ class Texts:
         self._names: dict[tuple[object, ...], int] = {}
 
     def key(self, *name: object) -> bytes:
-        return self._names.setdefault(name, len(self._names) + 1).to_bytes(16, "big")
+        return self._names.setdefault(name, len(self._names) + 1).to_bytes(KEY_BYTES, "big")
 
     def chain(self, text: object, tokens: int, first: int = 0) -> bytes:
         """Keys of the whole blocks of a text of `tokens`, from block `first` on."""
@@ -118,9 +119,11 @@ def conversation(seed: int) -> list[Arrival]:
 # --- drawn --------------------------------------------------------------------------------------------------
 
 
-def chat(seed: int) -> list[Arrival]:
-    """People who talk: a common system prompt, questions of some hundred tokens, a minute between them."""
-    draw, texts, made = random.Random(seed), Texts(), list[Arrival]()
+def chat(seed: int, texts: Texts | None = None) -> list[Arrival]:
+    """People who talk: a common system prompt, questions of some hundred tokens, a minute between them. `texts`: with
+    others that their blocks are told apart from.
+    """
+    draw, texts, made = random.Random(seed), texts or Texts(), list[Arrival]()
     for number, begun_s in enumerate(_poisson(draw, 12.0, 200)):
         tokens, at_s = 1_536, begun_s
         for _ in range(1 + int(draw.expovariate(1 / 5))):
@@ -146,7 +149,7 @@ def retrieval(seed: int) -> list[Arrival]:
             keys += texts.chain(name, length)
             tokens += length
         tokens += 40 + int(draw.lognormvariate(4.0, 0.7))
-        keys += texts.chain(("question", number), tokens, first=len(keys) // 16)
+        keys += texts.chain(("question", number), tokens, first=len(keys) // KEY_BYTES)
         made.append(_arrival(at_s, tokens, 1 + int(draw.lognormvariate(4.8, 0.7)), keys))
     return _in_order(made)
 
@@ -159,7 +162,7 @@ def documents(seed: int) -> list[Arrival]:
         for asked in range(draw.choice([1, 1, 2, 3, 6])):
             tokens = length + 30 + int(draw.lognormvariate(4.0, 0.8))
             keys = texts.chain(number, length)
-            keys += texts.chain((number, asked), tokens, first=len(keys) // 16)
+            keys += texts.chain((number, asked), tokens, first=len(keys) // KEY_BYTES)
             made.append(_arrival(at_s, tokens, 1 + int(draw.lognormvariate(5.3, 0.9)), keys))
             at_s += 10 + draw.expovariate(1 / 40)
     return _in_order(made)
@@ -173,7 +176,7 @@ def templates(seed: int) -> list[Arrival]:
         length = 2_048 + BLOCK * (template * 7 % 16)
         tokens = length + 50 + int(draw.lognormvariate(6.0, 0.8))
         keys = texts.chain(("template", template), length)
-        keys += texts.chain(number, tokens, first=len(keys) // 16)
+        keys += texts.chain(number, tokens, first=len(keys) // KEY_BYTES)
         made.append(_arrival(at_s, tokens, 1 + int(draw.lognormvariate(4.0, 0.6)), keys))
     return _in_order(made)
 
@@ -190,8 +193,8 @@ def agents(seed: int) -> list[Arrival]:
             if tokens > LONGEST:
                 break
             keys = texts.chain(("tools", tools), head)
-            keys += texts.chain((number, 0), min(tokens, forked), first=len(keys) // 16)
-            keys += texts.chain((number, fork), tokens, first=len(keys) // 16)
+            keys += texts.chain((number, 0), min(tokens, forked), first=len(keys) // KEY_BYTES)
+            keys += texts.chain((number, fork), tokens, first=len(keys) // KEY_BYTES)
             answer = 1 + min(2_000, int(draw.lognormvariate(4.8, 0.9)))
             made.append(_arrival(at_s, tokens, answer, keys))
             if fork == 0 and draw.random() < 0.08:
@@ -204,16 +207,14 @@ def agents(seed: int) -> list[Arrival]:
 def bursts(seed: int) -> list[Arrival]:
     """Chats, and each few minutes a batch of up to a hundred prompts about one text, all within ten seconds."""
     draw, texts = random.Random(seed), Texts()
-    made = [one for one in chat(seed + 1_000) if draw.random() < 0.3]
+    made = [one for one in chat(seed + 1_000, texts) if draw.random() < 0.3]
     for number, begun_s in enumerate(_poisson(draw, 1 / 20, 500)):
         length = BLOCK * draw.randint(8, 48)
         for one in range(draw.randint(20, 100)):
             tokens = length + 60 + int(draw.lognormvariate(5.5, 1.0))
             keys = texts.chain(("text", number), length)
-            keys += texts.chain((number, one), tokens, first=len(keys) // 16)
+            keys += texts.chain((number, one), tokens, first=len(keys) // KEY_BYTES)
             at_s = begun_s + draw.random() * 10
-            # Names of `chat` and of these are drawn apart: the first byte tells them.
-            keys = b"".join(b"\1" + keys[at + 1 : at + 16] for at in range(0, len(keys), 16))
             made.append(_arrival(at_s, tokens, 1 + int(draw.lognormvariate(5.0, 0.6)), keys))
     return _in_order(made)
 
@@ -233,7 +234,7 @@ def _arrival(at_s: float, tokens: int, answer: int, keys: bytes) -> Arrival:
 
 
 def _in_order(made: list[Arrival]) -> list[Arrival]:
-    """From zero on; a prompt's last token is always computed, so that its block is in no cache."""
+    """By time, from zero on."""
     made.sort(key=lambda one: one.at_ns)
     first_ns = made[0].at_ns
     return [msgspec.structs.replace(one, at_ns=one.at_ns - first_ns) for one in made]
