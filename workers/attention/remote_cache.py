@@ -49,8 +49,8 @@ class RemoteCache(RemotePlaces, CacheElsewhere):
         super().__init__(channels, config, dtype)
         self._segment_tokens = segment_tokens
         self._rows = 0
-        #: Of the next step: the tokens whose KV each row has.
-        self._lengths: list[int] = []
+        #: Of the next step: the tokens whose KV each row has, as the places count them.
+        self.lengths: list[int] = []
         #: The rows whose states merge here, where each stands among them, and their last parts, by place.
         self._spread = torch.empty(0, dtype=torch.int64)
         self._columns: dict[int, int] = {}
@@ -73,7 +73,7 @@ class RemoteCache(RemotePlaces, CacheElsewhere):
             for part in some:
                 kind = first if not part.grows else ends if part.first_segment else whole
                 kind.append((row, part))
-        self._rows, self._lengths, self._failed = len(parts), list(lengths), False
+        self._rows, self.lengths, self._failed = len(parts), list(lengths), False
         self._check_heads([*whole, *ends])
         spread = sorted({row for row, _ in ends})
         self._columns = {row: column for column, row in enumerate(spread)}
@@ -92,7 +92,7 @@ class RemoteCache(RemotePlaces, CacheElsewhere):
                 raise ValueError(f"rows: KV head {head} of row {row} is at {found[row, head]} places")
 
     def _growing(self, kind: int, name: str, held: Sequence[PartOf]) -> PlaceList:
-        pairs = [(part.hold, part.size(self._lengths[row], self._segment_tokens)) for row, part in held]
+        pairs = [(part.hold, part.size(self.lengths[row], self._segment_tokens)) for row, part in held]
         heads = held[0][1].heads(self._config.kv_heads)
         return self._list(kind, name, [row for row, _ in held], pairs, heads)
 
@@ -114,12 +114,12 @@ class RemoteCache(RemotePlaces, CacheElsewhere):
                     (part.first_segment + i, self._columns[row])
                     for row, part in self._ends[one.name]
                     for i in range(
-                        -(-part.size(self._lengths[row], self._segment_tokens) // self._segment_tokens)
+                        -(-part.size(self.lengths[row], self._segment_tokens) // self._segment_tokens)
                     )
                 ]
                 one.states = StatesComing(segments, self._config, self._dtype)
         for row in self._columns:
-            most = max(most, -(-self._lengths[row] // self._segment_tokens))
+            most = max(most, -(-self.lengths[row] // self._segment_tokens))
         self._states = StateStack(most + 1, rows, heads, head_dim, self._query.device)
 
     def tell(self, k: Tensor, v: Tensor) -> None:
@@ -146,7 +146,7 @@ class RemoteCache(RemotePlaces, CacheElsewhere):
         if self._states is not None:
             out.index_copy_(0, self._spread, self._states.merged().to(out.dtype))
         if self._layer == self._config.layers - 1:
-            self._lengths = [tokens + 1 for tokens in self._lengths]
+            self.lengths = [tokens + 1 for tokens in self.lengths]
 
     def abandon(self) -> None:
         super().abandon()

@@ -331,9 +331,10 @@ class SegmentServer:
 
 def _list_of(peer: _Peer, header: MessageHeader) -> _List:
     """The list that a question is about; the newest one where it names none that is here."""
-    named = [one for one in peer.lists.values() if one.number == header.slots]
-    newest = max(peer.lists.values(), key=lambda one: one.number, default=_List(0, STATES))
-    return named[0] if named else newest
+    for one in peer.lists.values():
+        if one.number == header.slots:
+            return one
+    return max(peer.lists.values(), key=lambda one: one.number, default=_List(0, STATES))
 
 
 def _has_more(channel: WorkerChannel) -> bool:

@@ -34,23 +34,19 @@ class _Group:
         self.channels, self.remote = channels, remote
         #: What was said last, to all of them; None: it is said anew.
         self.parts: list[list[KvPart]] | None = None
-        #: Of a cache: the tokens that each row has by now, as the places count them.
-        self.lengths: list[int] = []
 
     def begin(self, parts: list[list[KvPart]], lengths: list[int]) -> None:
         if isinstance(self.remote, RemoteSegments):
             self.remote.begin(parts)
         else:
             self.remote.begin(parts, lengths)
-        self.parts, self.lengths = parts, lengths
+        self.parts = parts
 
     def expects(self, parts: list[list[KvPart]], lengths: list[int]) -> bool:
         """The places know it from the last step."""
-        return self.parts == parts and (isinstance(self.remote, RemoteSegments) or self.lengths == lengths)
-
-    def stepped(self) -> None:
-        """Every row has got a token."""
-        self.lengths = [length + 1 for length in self.lengths]
+        return self.parts == parts and (
+            isinstance(self.remote, RemoteSegments) or self.remote.lengths == lengths
+        )
 
     def close(self) -> None:
         self.channels.close()
@@ -120,11 +116,7 @@ class Borrower:
         if self._choice is not None:
             self.groups = len(groups)
         remotes = [group and group.remote for group in groups]
-        logits = self._engine.decode(tokens, lengths, tables, remotes, groups=count)
-        for group in groups:
-            if group is not None:
-                group.stepped()
-        return logits
+        return self._engine.decode(tokens, lengths, tables, remotes, groups=count)
 
     def _begin(self, number: int, rows: Sequence[DecodeSequence]) -> _Group | None:
         """Says which rows are where, if the places do not know it from the last step. None: all of these rows are here.

@@ -65,13 +65,15 @@ class NatsEdge:
         self.registry = registry
         self._nc = registry.bus.nc
         self._status = status
+        #: How reply subjects of clients begin.
+        self.inboxes = registry.config.inbox_prefixes
         self._service = MicroService(
             self._nc,
             name=subjects.ROOT,
             service_id=registry.config.frontend_id,
             version=VERSION,
             description=f"{registry.config.model}, served from separate prefill and decode pools",
-            inboxes=registry.config.inbox_prefixes,
+            inboxes=self.inboxes,
         )
         self._probe_prefix = self._nc.new_inbox()
         self._last_words = LastWords(self.send, probe=self._probe_prefix)

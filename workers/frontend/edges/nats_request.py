@@ -50,6 +50,7 @@ class Edge(Protocol):
 
     payload_bytes_max: int
     registry: RequestRegistry
+    inboxes: tuple[str, ...]
 
     def send(
         self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
@@ -87,7 +88,7 @@ class NatsListener:
     ) -> None:
         headers = msg.headers or {}
         alive = headers.get(ALIVE_HEADER, "")
-        inboxes = inboxes_of(subjects.tenant_of(msg.subject), edge.registry.config.inbox_prefixes)
+        inboxes = inboxes_of(subjects.tenant_of(msg.subject), edge.inboxes)
         self._edge = edge
         self._stream = ask.stream
         self._alive = msg.reply if ask.stream else reply_subject(alive, inboxes)
