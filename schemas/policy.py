@@ -27,6 +27,10 @@ PolicyName = Literal[
 #: it, or never a mixed one.
 MixedChoice = Literal["predicted", "preferred", "never"]
 AdmissionName = Literal["predicted", "early", "late", "none"]
+#: What a copy of blocks costs: what blocks save on average, or what the displaced ones are seen to have saved.
+CopiesPrice = Literal["reuse", "displaced"]
+#: Who may join a group: every idle prefill worker, or so many that those who are busy on average find as many again.
+GroupFrom = Literal["idle", "spare"]
 #: Whether the conductor changes roles of workers by load: never, or it says what it would change, or it does.
 ElasticMode = Literal["off", "advise", "on"]
 
@@ -61,6 +65,8 @@ class Policy(Part, frozen=True):
     #: Objectives that no request names are not below twice what it takes alone, and at an idle worker a prediction that
     #: nothing recent supports refuses nothing. As in older logs: whatever is predicted above the objective is refused.
     idle_served: bool = False
+    #: By what a copy of blocks is priced that another node has; in older logs: by reuse.
+    copies_price: CopiesPrice = "reuse"
     #: Expected of a transfer between two nodes until one was measured: bandwidth of a link, of an SSD, and latency.
     link_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 2_000_000_000
     ssd_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 500_000_000
@@ -113,6 +119,8 @@ class Policy(Part, frozen=True):
     #: computes its own alone. And what each further one must take off the time of computing it, in percent.
     prefill_group: Annotated[int, Meta(ge=1, le=64)] = 1
     group_gain_percent: Annotated[int, Meta(ge=1, le=99)] = 10
+    #: Which idle ones; in older logs: all.
+    group_from: GroupFrom = "idle"
     #: Conductors compare their states after every so many events.
     digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
 

@@ -74,10 +74,12 @@ def policy_of(args: argparse.Namespace) -> Policy:
         clock_step_ns_max=CLOCK_STEP_NS_MAX,
         arrival_wait_ns_max=int(options.worker_wait_s * SECOND_NS),
         pools_bound=True,
+        copies_price="displaced",
         idle_served=True,
         sources_named=True,
         slow_place_percent=SLOW_PLACE_PERCENT,
         elastic=options.elastic,
         correction_window=CORRECTION_WINDOW,
         prefill_group=options.prefill_group,
+        group_from="spare",
     )

@@ -21,7 +21,7 @@ from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
 from halfmoon.conductor.simulation.world import ClusterShape
-from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
+from halfmoon.schemas.policy import AdmissionName, CopiesPrice, Policy, PolicyName
 from halfmoon.workers.options import PREFILL_GROUP_MAX
 
 DEFAULT_TRACE = "benchmarks/traces/conversation_trace.jsonl.zst"
@@ -86,6 +86,13 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         help="computations take so many times what the profile says, from so many seconds on: 3, or 0:1,600:3",
     )
     parser.add_argument(
+        "--copies-price",
+        choices=get_args(CopiesPrice),
+        default="displaced",
+        help="what a copy of blocks costs under policy halfmoon: what displaced ones are seen to cost (as in a live "
+        "cluster), or what blocks save on average",
+    )
+    parser.add_argument(
         "--correction-window",
         type=int,
         default=0,
@@ -119,7 +126,9 @@ def policy_of(args: argparse.Namespace) -> Policy:
         ttft_slo_ns=args.ttft_ms * 1_000_000,
         tbt_slo_ns=args.tbt_ms * 1_000_000,
         correction_window=args.correction_window,
+        copies_price=args.copies_price,
         prefill_group=args.prefill_group,
+        group_from="spare",
     )
 
 

@@ -82,7 +82,7 @@ from halfmoon.schemas.events import (
 )
 
 #: Version of the state in snapshots. Another version is not restored: the log is replayed instead.
-SNAPSHOT_VERSION = 6
+SNAPSHOT_VERSION = 7
 #: After them there may be room for a request that waits until it can borrow.
 _MAY_END_AN_ORDER = (DecodeFailed, DecodeRefused, PrefillFailed, RequestCancelled, RequestFinished)
 
@@ -205,7 +205,7 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
                 state.index.add(event.node_id, event.block_keys, event.tier)
         case BlocksEvicted():
             if membership.known_store(state, event.node_id, event.incarnation):
-                state.index.discard(event.node_id, event.block_keys, event.tier)
+                _evicted(state, event)
         case RequestArrived():
             if event.request_id in state.finished:
                 if event.answer_lost:
@@ -352,6 +352,12 @@ def _learn_link(
         links.setdefault(destination, {})[source] = link
         if links is state.links:
             state.loads.link_measured(destination, source, link)
+
+
+def _evicted(state: State, event: BlocksEvicted) -> None:
+    state.index.discard(event.node_id, event.block_keys, event.tier)
+    if state.policy.copies_price == "displaced":
+        state.displaced.evict(state.index, event.block_keys, state.loads.pool_blocks)
 
 
 def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> None:

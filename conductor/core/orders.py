@@ -30,7 +30,7 @@ from halfmoon.conductor.core.stages import (
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
 from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
 from halfmoon.conductor.core.state.demand import learn_demand
-from halfmoon.conductor.core.state.overload import learn_offered
+from halfmoon.conductor.core.state.overload import learn_busy, learn_offered
 from halfmoon.conductor.core.state.records import DecodeHalf, Order, PrefillHalf, Request, WorkerRecord
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import (
@@ -52,6 +52,7 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
     """Place a request that was never seen, let it wait for a worker, or refuse it with a reason."""
     state.counters.arrived += 1
     request = Request(event=event, arrived_ns=state.at_ns)
+    state.displaced.ask(state.index, event.block_keys)
     verdict = _decide(state, request)
     _learn_demand(state, event, verdict)
     if out.explains(event.request_id):
@@ -70,6 +71,8 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
 
 def _decide(state: State, request: Request) -> Placement | Refusal:
     waited_ns = state.at_ns - request.arrived_ns
+    if state.policy.group_from == "spare":
+        learn_busy(state.offered, state.loads.prefill.busy)
     verdict = choose(state, request.event, state.at_ns, _draw(state), waited_ns=waited_ns)
     if verdict.predicted.prefill_ns:
         learn_offered(state.offered, verdict.predicted.prefill_ns, state.at_ns)
