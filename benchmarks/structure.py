@@ -185,7 +185,7 @@ class Walk(NamedTuple):
 
     The walk goes from a function to each that it calls, innermost calls first, and through that one's own calls
     before the next. A call is followed where its function is named: in the same module, by an import, or on `self`, a
-    parameter or a variable whose annotation is a class of the walked modules.
+    parameter or a variable that is annotated with a class of the walked modules or made by calling it.
     """
 
     places: list[Place]
@@ -250,6 +250,7 @@ class _Names:
                 case (
                     ast.arg(arg=each, annotation=ast.Name(id=kind))
                     | ast.AnnAssign(target=ast.Name(id=each), annotation=ast.Name(id=kind))
+                    | ast.Assign(targets=[ast.Name(id=each)], value=ast.Call(func=ast.Name(id=kind)))
                 ) if kind in self.known:
                     kinds[each] = self.known[kind]
         for call in _calls(function):

@@ -23,9 +23,8 @@ from typing import Any, assert_never
 import msgspec
 
 from halfmoon.conductor.core import elastic, membership, moves, orders, roles, stages
-from halfmoon.conductor.core.choice import choose
 from halfmoon.conductor.core.corrections import answer_seen, prefill_seen
-from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_arrival
+from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_supposed
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.loans import end_loans, kv_move_refused, kv_moved
 from halfmoon.conductor.core.reconcile import reconcile_orders
@@ -147,13 +146,7 @@ class Core:
 
         `random` draws by the place in the log: here, by the next one. The grounds of real decisions are in `notes`.
         """
-        state = self.state
-        if at_ns > state.at_ns:
-            # What is overdue then is judged by the state's own time.
-            state = msgspec.structs.replace(state, at_ns=at_ns)
-        draw = f"{state.seq + 1}:0"
-        verdict = choose(state, request, at_ns, draw)
-        return explain_arrival(state, request, at_ns, verdict, seq=state.seq + 1, draw=draw)
+        return explain_supposed(self.state, request, at_ns)
 
     def digest(self) -> str:
         """Names the whole state; equal for equal logs, whatever the process."""

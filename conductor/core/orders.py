@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import msgspec
 
-from halfmoon.conductor.core.admission import (
-    Placement,
-    Refusal,
-    waits_ns,
-)
-from halfmoon.conductor.core.choice import choose, choose_again
+from halfmoon.conductor.core.admission import Placement, Refusal
+from halfmoon.conductor.core.choice import Choice, choose, choose_again
 from halfmoon.conductor.core.corrections import load_changed, price_prompt
 from halfmoon.conductor.core.explanation import explain, explain_arrival
 from halfmoon.conductor.core.loans import book_loans, end_loans
 from halfmoon.conductor.core.objectives import slo_ns, tbt_objective_ns
+from halfmoon.conductor.core.placement.costed import Costed, cost_request
 from halfmoon.conductor.core.placement.measures import Candidate
 from halfmoon.conductor.core.replication import spread_hot_prefix
 from halfmoon.conductor.core.stages import (
@@ -28,7 +25,6 @@ from halfmoon.conductor.core.stages import (
     leave_prefills,
 )
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
-from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
 from halfmoon.conductor.core.state.demand import learn_demand
 from halfmoon.conductor.core.state.overload import learn_offered
 from halfmoon.conductor.core.state.records import DecodeHalf, Order, PrefillHalf, Request, WorkerRecord
@@ -52,32 +48,45 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
     """Place a request that was never seen, let it wait for a worker, or refuse it with a reason."""
     state.counters.arrived += 1
     request = Request(event=event, arrived_ns=state.at_ns)
-    verdict = _decide(state, request)
-    _learn_demand(state, event, verdict)
+    costed = _cost(state, request)
+    choice = _choose(costed)
+    verdict = choice.verdict
+    _learn_demand(costed, verdict)
     if out.explains(event.request_id):
-        out.notes.append(
-            explain_arrival(state, event, state.at_ns, verdict, seq=state.seq, draw=_draw(state))
-        )
+        out.notes.append(explain_arrival(costed, choice, seq=state.seq))
     if not isinstance(verdict, Refusal):
         state.requests[event.request_id] = request
         _order(state, request, verdict, out)
-    elif wait_ns := waits_ns(state, event, verdict):
+    elif choice.wait_ns:
         state.requests[event.request_id] = request
-        park(state, request, wait_ns, out)
+        park(state, request, choice.wait_ns, out)
     else:
         reject(state, event, verdict, out)
 
 
-def _decide(state: State, request: Request) -> Placement | Refusal:
-    waited_ns = state.at_ns - request.arrived_ns
-    verdict = choose(state, request.event, state.at_ns, _draw(state), waited_ns=waited_ns)
-    if verdict.predicted.prefill_ns:
-        learn_offered(state.offered, verdict.predicted.prefill_ns, state.at_ns)
-    return verdict
+def _cost(state: State, request: Request, *, again: bool = False) -> Costed:
+    """`again`: it was accepted before, and is placed whatever that takes."""
+    return cost_request(
+        state,
+        request.event,
+        state.at_ns,
+        f"{state.seq}:{state.orders_now}",
+        waited_ns=state.at_ns - request.arrived_ns,
+        avoid=request.avoid if again else None,
+    )
 
 
-def _learn_demand(state: State, event: RequestArrived, verdict: Placement | Refusal) -> None:
+def _choose(costed: Costed) -> Choice:
+    choice = choose(costed)
+    prefill_ns = choice.verdict.predicted.prefill_ns
+    if prefill_ns:
+        learn_offered(costed.state.offered, prefill_ns, costed.now_ns)
+    return choice
+
+
+def _learn_demand(costed: Costed, verdict: Placement | Refusal) -> None:
     """Count its demand on both pools, whether it is placed or not."""
+    state, event = costed.state, costed.request
     if isinstance(verdict, Refusal):
         alone_ns, limits = verdict.predicted.prefill_ns, verdict.limits
         if verdict.reason == "too_long" or (limits is not None and alone_ns > limits.ttft_ns):
@@ -95,7 +104,7 @@ def _learn_demand(state: State, event: RequestArrived, verdict: Placement | Refu
         state.policy.elastic_window_ns,
         prefill_ns=prefill_ns,
         prompt_tokens=event.prompt_tokens,
-        answer_tokens=expected_tokens(state.answers.get(answer_class(event.max_tokens)), event.max_tokens),
+        answer_tokens=costed.answer_tokens,
         decode_refused=isinstance(verdict, Refusal) and verdict.reason in ("tbt_slo", "no_room"),
     )
 
@@ -103,12 +112,12 @@ def _learn_demand(state: State, event: RequestArrived, verdict: Placement | Refu
 def _decide_again(state: State, request: Request, out: StepOutput, *, wait: bool) -> None:
     """Place or refuse a request that has waited since it arrived; with `wait` it may go on waiting."""
     event = request.event
-    verdict = _decide(state, request)
+    costed = _cost(state, request)
+    verdict = _choose(costed).verdict
     if wait and isinstance(verdict, Refusal) and verdict.reason == "no_worker":
         return
     if out.explains(event.request_id):
-        waited = "it waited for a worker"
-        out.notes.append(explain(state, event, state.at_ns, verdict, seq=state.seq, lost_reason=waited))
+        out.notes.append(explain(costed, verdict, seq=state.seq, lost_reason="it waited for a worker"))
     if isinstance(verdict, Refusal):
         end(state, request)
         reject(state, event, verdict, out)
@@ -139,8 +148,9 @@ def place(state: State, request: Request, lost_reason: str, out: StepOutput) -> 
         message = f"placed {request.placements} times, and each time lost; last: {lost_reason or 'no reason was given'}"
         fail(state, request, message, out)
         return
-    placement = choose_again(state, request, state.at_ns, _draw(state))
-    _note(state, request, placement, lost_reason, out)
+    costed = _cost(state, request, again=True)
+    placement = choose_again(costed)
+    _note(costed, placement, lost_reason, out)
     if placement is None:
         park(state, request, state.policy.unplaced_ns_max, out)
     else:
@@ -160,9 +170,10 @@ def place_parked(state: State, out: StepOutput) -> None:
         if not request.placements:  # never accepted
             _decide_again(state, request, out, wait=True)
             continue
-        placement = choose_again(state, request, state.at_ns, _draw(state))
+        costed = _cost(state, request, again=True)
+        placement = choose_again(costed)
         if placement is not None:
-            _note(state, request, placement, "it waited for a worker", out)
+            _note(costed, placement, "it waited for a worker", out)
             unpark(state, request)
             _order(state, request, placement, out)
 
@@ -173,22 +184,9 @@ def place_borrowers(state: State, out: StepOutput) -> None:
         place_parked(state, out)
 
 
-def _note(
-    state: State, request: Request, placement: Placement | None, lost_reason: str, out: StepOutput
-) -> None:
-    if out.explains(request.event.request_id):
-        avoided = request.avoid
-        out.notes.append(
-            explain(
-                state,
-                request.event,
-                state.at_ns,
-                placement,
-                seq=state.seq,
-                avoid=avoided,
-                lost_reason=lost_reason,
-            )
-        )
+def _note(costed: Costed, placement: Placement | None, lost_reason: str, out: StepOutput) -> None:
+    if out.explains(costed.request.request_id):
+        out.notes.append(explain(costed, placement, seq=costed.state.seq, lost_reason=lost_reason))
 
 
 def park(state: State, request: Request, wait_ns: int, out: StepOutput) -> None:
@@ -329,10 +327,6 @@ def free_decode(state: State, order: Order) -> None:
     duty.context_tokens -= order.decode.context_tokens
     state.loads.changed(worker)
     load_changed(state, order.decode_id)
-
-
-def _draw(state: State) -> str:
-    return f"{state.seq}:{state.orders_now}"
 
 
 def _count_rejected(state: State, reason: RejectReason) -> None:

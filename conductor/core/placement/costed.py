@@ -1,0 +1,151 @@
+"""A costed request: what a decision on one request looks at, each part computed once and passed on as one value.
+
+`cost_request` matches the prefix, says how long the answer is expected to be, and costs the workers. Where the policy
+compares what has a bound, one prefill and one decode candidate are all that it costs: the ones that the policy would
+take of all (`best_first`, `shortest_step`). An explanation asks for every one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from halfmoon.conductor.core.placement.batches import Load, decode_load
+from halfmoon.conductor.core.placement.best_first import earliest_first_token
+from halfmoon.conductor.core.placement.candidates import candidates
+from halfmoon.conductor.core.placement.decode_candidates import (
+    decode_candidates,
+    has_room,
+    shortest_step,
+)
+from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
+from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate, mixed_candidates
+from halfmoon.conductor.core.placement.prefix_match import PrefixMatch, match_prefix
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.cost import Answers, answer_class, expected_tokens
+from halfmoon.conductor.core.state.records import WorkerRecord
+from halfmoon.schemas.events import RequestArrived
+
+
+class Costed(msgspec.Struct, kw_only=True, eq=False):
+    """A request at one time of the log. Valid within one step, until an order is given or freed."""
+
+    state: State
+    request: RequestArrived
+    now_ns: int
+    #: Names the choice, for policies that draw.
+    draw: str
+    #: Since it arrived.
+    waited_ns: int
+    #: Workers that are left out unless there are no others.
+    avoid: Sequence[str]
+    match: PrefixMatch
+    answers: Answers | None
+    answer_tokens: int
+    #: By id: as many candidates as the choice needs, or all; and how many prefill workers there are to choose from.
+    prefills: list[Candidate] = []
+    all_prefills: bool = False
+    prefill_workers: int = 0
+    decodes: list[DecodeCandidate] = []
+    all_decodes: bool = False
+    #: No decode worker that could take it has a longer step.
+    tbt_ns_max: int = 0
+    #: None: no mixed worker is there, or none may be chosen.
+    mixed: list[MixedCandidate] | None = None
+    loads: dict[tuple[str, int], Load] = {}
+
+    def cost_for_choice(self) -> None:
+        """Cost the workers among which the policy chooses."""
+        state, request, match = self.state, self.request, self.match
+        best = earliest_first_token(state, request, match, self.now_ns)
+        if best is not None:
+            self.prefills, self.prefill_workers = [best], len(state.loads.prefill.rows)
+        short = shortest_step(state, request, match, self.answer_tokens)
+        if short is not None:
+            self.decodes, self.tbt_ns_max = [short.best], short.tbt_ns_max
+        if best is None:
+            self.every_prefill()
+        if short is None:
+            self.tbt_ns_max = max((c.tbt_ns for c in self.every_decode()), default=0)
+
+    def every_prefill(self) -> list[Candidate]:
+        """Every prefill worker that could take it, by id."""
+        if not self.all_prefills:
+            self.prefills = candidates(self.state, self.request, self.match, self.now_ns, avoid=self.avoid)
+            self.prefill_workers, self.all_prefills = len(self.prefills), True
+        return self.prefills
+
+    def every_decode(self) -> list[DecodeCandidate]:
+        """Every decode worker that could take it, by id."""
+        if not self.all_decodes:
+            self.decodes = decode_candidates(
+                self.state, self.request, self.match, self.answer_tokens, avoid=self.avoid
+            )
+            self.all_decodes = True
+        return self.decodes
+
+    def load_at(self, worker: WorkerRecord, end_ns: int) -> Load:
+        """The load of a decode worker at `end_ns`, which is not to be changed."""
+        load = self.loads.get((worker.worker_id, end_ns))
+        if load is None:
+            load = self.loads[worker.worker_id, end_ns] = decode_load(self.state, worker, end_ns)
+        return load
+
+    def room_at(self, candidate: DecodeCandidate, end_ns: int) -> bool:
+        """True where the candidate's worker will have room for it at `end_ns`."""
+        worker = self.state.workers[candidate.worker_id]
+        load = self.load_at(worker, end_ns)
+        return has_room(worker, load.sequences, load.blocks, candidate.blocks)
+
+
+def cost_request(
+    state: State,
+    request: RequestArrived,
+    now_ns: int,
+    draw: str,
+    *,
+    waited_ns: int = 0,
+    avoid: Sequence[str] | None = None,
+) -> Costed:
+    """The request at `now_ns`. `avoid`: it was accepted before, and failed by these; it is placed whatever that takes,
+    so every worker is costed.
+    """
+    answers = state.answers.get(answer_class(request.max_tokens))
+    costed = Costed(
+        state=state,
+        request=request,
+        now_ns=now_ns,
+        draw=draw,
+        waited_ns=waited_ns,
+        avoid=avoid or (),
+        match=match_prefix(state, request, now_ns),
+        answers=answers,
+        answer_tokens=expected_tokens(answers, request.max_tokens),
+    )
+    if avoid is None:
+        costed.cost_for_choice()
+    else:
+        costed.every_prefill()
+        costed.every_decode()
+    if state.loads.mixed.workers and state.policy.mixed_choice != "never":
+        costed.mixed = mixed_candidates(
+            state, request, costed.match, now_ns, costed.answer_tokens, avoid=costed.avoid
+        )
+    return costed
+
+
+def cost_under(state: State, known: Costed) -> Costed:
+    """The same request of `known`, at prefill and decode workers, where `state` differs in its policy alone."""
+    costed = msgspec.structs.replace(
+        known,
+        state=state,
+        prefills=[],
+        all_prefills=False,
+        decodes=[],
+        all_decodes=False,
+        mixed=None,
+        loads={},
+    )
+    costed.cost_for_choice()
+    return costed
