@@ -24,13 +24,13 @@ from __future__ import annotations
 import msgspec
 
 from halfmoon.conductor.core.corrections import corrects_tbt, tbt_permille
-from halfmoon.conductor.core.objectives import limit_ns, slo_ns, tbt_limit_ns, ttft_limit_ns
+from halfmoon.conductor.core.objectives import tbt_limit_ns, ttft_limit_ns
 from halfmoon.conductor.core.placement.batches import RETRY_NS_MIN, borrowers_wait_ns, wait_ns
-from halfmoon.conductor.core.placement.cache_places import nowhere_to_hold
 from halfmoon.conductor.core.placement.capacity import capacity
 from halfmoon.conductor.core.placement.costed import Costed
 from halfmoon.conductor.core.placement.groups import in_group
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
+from halfmoon.conductor.core.placement.parts import nowhere_to_hold
 from halfmoon.conductor.core.placement.policies import choose_decode, choose_prefill, rules_of
 from halfmoon.conductor.core.placement.prices import Row, step_price
 from halfmoon.conductor.core.state.core_state import State
@@ -76,18 +76,6 @@ class Refusal(msgspec.Struct, kw_only=True):
     predicted: Prediction = Prediction()
     retry_after_ns: int = 0
     limits: AdmissionLimits | None = None
-
-
-def waits_ns(costed: Costed, refusal: Refusal) -> int:
-    """How long a new request waits for a worker instead of being refused; 0: it does not wait.
-
-    Not when so many wait already, nor longer than until its first token is late.
-    """
-    state, request = costed.state, costed.request
-    policy = state.policy
-    if refusal.reason != "no_worker" or len(state.parked) >= policy.queued_max_per_worker:
-        return 0
-    return min(policy.arrival_wait_ns_max, limit_ns(slo_ns(state, request)[0], request.priority))
 
 
 def decide(costed: Costed) -> Placement | Refusal:

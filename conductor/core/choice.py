@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from halfmoon.conductor.core.admission import Placement, Refusal, decide, place_again, waits_ns
+from halfmoon.conductor.core.admission import Placement, Refusal, decide, place_again
 from halfmoon.conductor.core.mixed_admission import decide_mixed, mixed_again
+from halfmoon.conductor.core.objectives import limit_ns, slo_ns
 from halfmoon.conductor.core.placement.costed import Costed
 
 
@@ -31,7 +32,7 @@ def choose(costed: Costed) -> Choice:
     mixed = None if costed.mixed is None else decide_mixed(costed, costed.mixed)
     verdict = pair if mixed is None else _one_of(costed, pair, mixed)
     if isinstance(verdict, Refusal):
-        return Choice(verdict, wait_ns=waits_ns(costed, verdict))
+        return Choice(verdict, wait_ns=_waits_ns(costed, verdict))
     loads = costed.state.loads
     pairs = loads.prefill.workers and loads.decode.workers
     return Choice(verdict, mixed if not verdict.mixed else pair if pairs else None)
@@ -45,6 +46,18 @@ def _one_of(costed: Costed, pair: Placement | Refusal, mixed: Placement | Refusa
     if isinstance(pair, Refusal) or costed.state.policy.mixed_choice == "preferred":
         return mixed
     return _better(pair, mixed)
+
+
+def _waits_ns(costed: Costed, refusal: Refusal) -> int:
+    """How long a new request waits for a worker instead of being refused; 0: it does not wait.
+
+    Not when so many wait already, nor longer than until its first token is late.
+    """
+    state, request = costed.state, costed.request
+    policy = state.policy
+    if refusal.reason != "no_worker" or len(state.parked) >= policy.queued_max_per_worker:
+        return 0
+    return min(policy.arrival_wait_ns_max, limit_ns(slo_ns(state, request)[0], request.priority))
 
 
 def choose_again(costed: Costed) -> Placement | None:

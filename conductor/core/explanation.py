@@ -16,7 +16,7 @@ from halfmoon.conductor.core.placement.capacity import fits
 from halfmoon.conductor.core.placement.costed import Costed, cost_request, cost_under
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate
-from halfmoon.conductor.core.placement.part_choice import free_blocks
+from halfmoon.conductor.core.placement.parts import free_blocks
 from halfmoon.conductor.core.placement.policies import POLICIES, Least
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import WorkerRecord

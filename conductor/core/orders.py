@@ -48,8 +48,7 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
     """Place a request that was never seen, let it wait for a worker, or refuse it with a reason."""
     state.counters.arrived += 1
     request = Request(event=event, arrived_ns=state.at_ns)
-    costed = _cost(state, request)
-    choice = _choose(costed)
+    costed, choice = _decide(state, request)
     verdict = choice.verdict
     _learn_demand(costed, verdict)
     if out.explains(event.request_id):
@@ -76,12 +75,13 @@ def _cost(state: State, request: Request, *, again: bool = False) -> Costed:
     )
 
 
-def _choose(costed: Costed) -> Choice:
+def _decide(state: State, request: Request) -> tuple[Costed, Choice]:
+    costed = _cost(state, request)
     choice = choose(costed)
     prefill_ns = choice.verdict.predicted.prefill_ns
     if prefill_ns:
-        learn_offered(costed.state.offered, prefill_ns, costed.now_ns)
-    return choice
+        learn_offered(state.offered, prefill_ns, state.at_ns)
+    return costed, choice
 
 
 def _learn_demand(costed: Costed, verdict: Placement | Refusal) -> None:
@@ -112,8 +112,7 @@ def _learn_demand(costed: Costed, verdict: Placement | Refusal) -> None:
 def _decide_again(state: State, request: Request, out: StepOutput, *, wait: bool) -> None:
     """Place or refuse a request that has waited since it arrived; with `wait` it may go on waiting."""
     event = request.event
-    costed = _cost(state, request)
-    verdict = _choose(costed).verdict
+    costed, (verdict, *_) = _decide(state, request)
     if wait and isinstance(verdict, Refusal) and verdict.reason == "no_worker":
         return
     if out.explains(event.request_id):

@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement.cache_places import nowhere_to_hold
 from halfmoon.conductor.core.placement.capacity import capacity
+from halfmoon.conductor.core.placement.parts import nowhere_to_hold
 from halfmoon.conductor.core.pool_needs import pool_needs
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.load_index import queue_ns

@@ -12,6 +12,7 @@ from __future__ import annotations
 from halfmoon.conductor.core.placement.candidates import (
     cached_blocks_max,
     candidate_of,
+    candidates,
     copies_ns,
 )
 from halfmoon.conductor.core.placement.fetch_plan import Prompt, plan_on_expected_links
@@ -40,6 +41,19 @@ Rank = tuple[int, int, int, int]
 NEVER: Rank = (NEVER_NS, 0, 0, 0)
 #: Bounds every rank.
 NO_BOUND: Rank = (0, 0, 0, 0)
+
+
+def prefills_to_choose_from(
+    state: State, request: RequestArrived, match: PrefixMatch, now_ns: int
+) -> tuple[list[Candidate], int]:
+    """The candidate that the policy would take, where it is known without looking at all, else all; and how many there
+    are in all.
+    """
+    best = earliest_first_token(state, request, match, now_ns)
+    if best is not None:
+        return [best], len(state.loads.prefill.rows)
+    found = candidates(state, request, match, now_ns)
+    return found, len(found)
 
 
 def earliest_first_token(

@@ -9,18 +9,10 @@ Source: Mooncake (FAST'25), Algorithm 1; which blocks to fetch from where is in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
-from typing import assert_never
 
-from halfmoon.conductor.core.placement.fetch_plan import (
-    FetchPlan,
-    Prompt,
-    best_plan,
-    plan_as_printed,
-    plan_from_own_ssd,
-)
+from halfmoon.conductor.core.placement.fetch_plan import Prompt, plan_by, replicas_of
 from halfmoon.conductor.core.placement.measures import Candidate
-from halfmoon.conductor.core.placement.policies import FetchRule, rules_of
+from halfmoon.conductor.core.placement.policies import rules_of
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.load_index import queue_ns, tokens_max
@@ -49,8 +41,8 @@ def candidate_of(
     """The cost of a prompt of `tokens` at one prefill worker."""
     policy, duty = state.policy, worker.prompts
     assert duty is not None, worker
-    queue = queue_ns(worker, now_ns)
     limit = cached_blocks_max(worker, tokens)
+    queue = queue_ns(worker, now_ns)
     local = min(match.dram.get(worker.node_id, 0), limit)
     copies = copies_ns(state, worker.cost, worker.block_tokens, min(match.longest, limit) - local)
     cached, transfer, source, sharing, ssd = local, 0, "", 1, False
@@ -58,14 +50,14 @@ def candidate_of(
     ttft = queue + prefill
     if limit and match.longest > local:
         prompt = Prompt(worker, tokens, match, now_ns, queue, local, limit)
-        plan = _plan(state, prompt, rules_of(state).fetch, ttft)
+        plan = plan_by(rules_of(state).fetch, state, prompt, ttft)
         if plan is not None:
             cached, transfer, source, ssd = plan.blocks, plan.transfer_ns, plan.node_id, plan.from_ssd
             prefill, ttft, sharing, local = plan.prefill_ns, plan.ttft_ns, plan.sharing, plan.first_block
     fetches = []
     # The source may be the worker's own node: then the blocks are read from its SSD.
     if source and cached > local:
-        replicas = _replicas(match, cached, 0 if ssd else policy.fetch_replicas, source, worker.node_id)
+        replicas = replicas_of(match, cached, 0 if ssd else policy.fetch_replicas, source, worker.node_id)
         fetches.append(Fetch(node_id=source, first_block=local, blocks=cached - local, replicas=replicas))
     return Candidate(
         worker_id=worker.worker_id,
@@ -89,36 +81,9 @@ def candidate_of(
     )
 
 
-def _plan(state: State, prompt: Prompt, rule: FetchRule, computed_ns: int) -> FetchPlan | None:
-    """The fetch plan by the policy's rule; None when computing, done after `computed_ns`, is as early."""
-    match rule:
-        case "cheapest":
-            plan = best_plan(state, prompt)
-        case "local_only":
-            plan = plan_from_own_ssd(state, prompt)
-        case "as_printed":
-            # The printed rule compares lengths of prefixes only: its plan is taken though computing may be faster.
-            return plan_as_printed(state, prompt)
-        case _:
-            assert_never(rule)
-    return plan if plan is not None and plan.ttft_ns < computed_ns else None
-
-
 def cached_blocks_max(worker: WorkerRecord, tokens: int) -> int:
     """Blocks of a prompt that need not be computed at most: the last token always is, for its logits."""
     return (tokens - 1) // worker.block_tokens if worker.block_bytes else 0
-
-
-def _replicas(match: PrefixMatch, blocks: int, count: int, *but: str) -> list[str]:
-    """Up to `count` nodes that have the first `blocks` in DRAM, longest prefix first, without those in `but`."""
-    if not count:
-        return []
-    held = (
-        source.node_id
-        for source in match.sources(blocks - 1)
-        if source.dram_blocks >= blocks and source.node_id not in but
-    )
-    return list(islice(held, count))
 
 
 def copies_ns(state: State, cost: CostProfile, block_tokens: int, blocks: int) -> int:

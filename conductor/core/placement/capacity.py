@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from halfmoon.conductor.core.placement.cache_places import longest_elsewhere
 from halfmoon.conductor.core.placement.candidates import prefill_fits
 from halfmoon.conductor.core.placement.decode_candidates import decode_fits
-from halfmoon.conductor.core.placement.lending import longest_with_loans
+from halfmoon.conductor.core.placement.parts import longest_elsewhere, longest_with_loans
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.load_index import tokens_max
 from halfmoon.conductor.core.state.records import WorkerRecord

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import msgspec
 
 from halfmoon.conductor.core.placement.batches import Load, decode_load
-from halfmoon.conductor.core.placement.best_first import earliest_first_token
+from halfmoon.conductor.core.placement.best_first import prefills_to_choose_from
 from halfmoon.conductor.core.placement.candidates import candidates
 from halfmoon.conductor.core.placement.decode_candidates import (
     decode_candidates,
+    decodes_to_choose_from,
     has_room,
-    shortest_step,
 )
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate, mixed_candidates
@@ -54,20 +54,6 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
     #: None: no mixed worker is there, or none may be chosen.
     mixed: list[MixedCandidate] | None = None
     loads: dict[tuple[str, int], Load] = {}
-
-    def cost_for_choice(self) -> None:
-        """Cost the workers among which the policy chooses."""
-        state, request, match = self.state, self.request, self.match
-        best = earliest_first_token(state, request, match, self.now_ns)
-        if best is not None:
-            self.prefills, self.prefill_workers = [best], len(state.loads.prefill.rows)
-        short = shortest_step(state, request, match, self.answer_tokens)
-        if short is not None:
-            self.decodes, self.tbt_ns_max = [short.best], short.tbt_ns_max
-        if best is None:
-            self.every_prefill()
-        if short is None:
-            self.tbt_ns_max = max((c.tbt_ns for c in self.every_decode()), default=0)
 
     def every_prefill(self) -> list[Candidate]:
         """Every prefill worker that could take it, by id."""
@@ -112,6 +98,8 @@ def cost_request(
     so every worker is costed.
     """
     answers = state.answers.get(answer_class(request.max_tokens))
+    answer_tokens = expected_tokens(answers, request.max_tokens)
+    match = match_prefix(state, request, now_ns)
     costed = Costed(
         state=state,
         request=request,
@@ -119,33 +107,32 @@ def cost_request(
         draw=draw,
         waited_ns=waited_ns,
         avoid=avoid or (),
-        match=match_prefix(state, request, now_ns),
+        match=match,
         answers=answers,
-        answer_tokens=expected_tokens(answers, request.max_tokens),
+        answer_tokens=answer_tokens,
     )
     if avoid is None:
-        costed.cost_for_choice()
+        _cost_for_choice(costed)
     else:
         costed.every_prefill()
         costed.every_decode()
     if state.loads.mixed.workers and state.policy.mixed_choice != "never":
-        costed.mixed = mixed_candidates(
-            state, request, costed.match, now_ns, costed.answer_tokens, avoid=costed.avoid
-        )
+        costed.mixed = mixed_candidates(state, request, match, now_ns, answer_tokens, avoid=costed.avoid)
     return costed
+
+
+def _cost_for_choice(costed: Costed) -> None:
+    state, request, match = costed.state, costed.request, costed.match
+    costed.prefills, costed.prefill_workers = prefills_to_choose_from(state, request, match, costed.now_ns)
+    # One of several stands for all that were passed over.
+    costed.all_prefills = len(costed.prefills) == costed.prefill_workers
+    costed.decodes, costed.all_decodes, costed.tbt_ns_max = decodes_to_choose_from(
+        state, request, match, costed.answer_tokens
+    )
 
 
 def cost_under(state: State, known: Costed) -> Costed:
     """The same request of `known`, at prefill and decode workers, where `state` differs in its policy alone."""
-    costed = msgspec.structs.replace(
-        known,
-        state=state,
-        prefills=[],
-        all_prefills=False,
-        decodes=[],
-        all_decodes=False,
-        mixed=None,
-        loads={},
-    )
-    costed.cost_for_choice()
+    costed = msgspec.structs.replace(known, state=state, mixed=None, loads={})
+    _cost_for_choice(costed)
     return costed

@@ -7,12 +7,12 @@ all: the answer is the same, which tests compare on random logs. They change not
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from halfmoon.conductor.core.placement.cache_places import places_for
-from halfmoon.conductor.core.placement.lending import Borrowing, borrowings
 from halfmoon.conductor.core.placement.measures import DecodeCandidate
+from halfmoon.conductor.core.placement.parts import Borrowing, borrowings, places_for
 from halfmoon.conductor.core.placement.policies import SHORTEST_STEP, rules_of
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch
 from halfmoon.conductor.core.placement.prices import Row, rows_of, step_price
@@ -24,6 +24,27 @@ from halfmoon.schemas.lending import KvPart
 
 #: Longer than any step.
 _NEVER_NS = 2**62
+
+
+class DecodeChoice(NamedTuple):
+    """Candidates among which the policy chooses."""
+
+    found: list[DecodeCandidate]
+    #: They are all that there are.
+    complete: bool
+    #: No worker that could take the request has a longer step.
+    tbt_ns_max: int
+
+
+def decodes_to_choose_from(
+    state: State, request: RequestArrived, match: PrefixMatch, answer_tokens: int
+) -> DecodeChoice:
+    """The candidate that the policy would take, where it is known without looking at all, else all."""
+    short = shortest_step(state, request, match, answer_tokens)
+    if short is not None:
+        return DecodeChoice([short.best], False, short.tbt_ns_max)
+    found = decode_candidates(state, request, match, answer_tokens)
+    return DecodeChoice(found, True, max((c.tbt_ns for c in found), default=0))
 
 
 class ShortestStep(msgspec.Struct):

@@ -1,33 +1,151 @@
-"""Where the KV of a request lies when its decode worker keeps none: at attention workers, all of it.
+"""Parts: which workers hold the KV of a request that its decode worker does not hold alone.
 
-One attention worker holds all KV heads of a request, or several hold a range of heads each, as their caches are made.
-Where none has room for all, and they take parts of sequences (`lends`), the prompt's first segments lie at some and
-what follows at another, at as few as possible. Room for the prompt and the longest answer is booked at each of them
-(`loans`) the moment the order is given.
+*Lenders* are decode workers: the prompt's first segments lie at some, which attend to them (`workers.attention`); what
+follows, and every new token, is the decode worker's own. *Attention workers* hold all of it for a decode worker that
+keeps none: one has all KV heads of a request, or several a range of heads each, as their caches are made. Where none
+has room for all, and they take parts of sequences (`lends`), the prompt's first segments lie at some and what follows
+at another.
 
-Source: Lamina (arXiv 2405.01814), section 4.2: attention split by requests or by heads; by sequence it is that of
-Infinite-LLM (arXiv 2401.02669), section 4.
+Either way as few whole segments as possible lie elsewhere than what follows them, at as few workers as possible, the
+emptiest first. Room is booked where it is (`loans`) the moment the order is given; for all of it, and for the longest
+answer, at attention workers. A loan ends with its order, and with the worker at either end of it.
+
+Source: Infinite-LLM (arXiv 2401.02669), sections 4 and 5: debtors, creditors, and a ledger of both; Lamina (arXiv
+2405.01814), section 4.2: attention split by requests or by heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from halfmoon.conductor.core.placement.part_choice import (
-    BlocksOf,
-    by_speed,
-    emptiest_first,
-    free_blocks,
-    kv_blocks,
-    longest_in_parts,
-    shares,
-)
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import WorkerRecord
+from halfmoon.conductor.core.state.slow_places import slow_mark
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.policy import Layout
+
+#: Blocks that a worker could give to one more request.
+BlocksOf = Callable[[WorkerRecord], int]
+
+
+def free_blocks(worker: WorkerRecord) -> int:
+    """Blocks of its cache that are not booked."""
+    return worker.kv_blocks - worker.reserved_blocks
+
+
+def kv_blocks(worker: WorkerRecord) -> int:
+    """Blocks of its cache, were it empty."""
+    return worker.kv_blocks
+
+
+def emptiest_first(holders: Sequence[WorkerRecord], room: BlocksOf) -> list[WorkerRecord]:
+    return sorted(holders, key=lambda one: (-room(one), one.worker_id))
+
+
+def by_speed(state: State, holders: Sequence[WorkerRecord]) -> list[Sequence[WorkerRecord]]:
+    """Choices to try one after the other: slow workers only where the others have no room now."""
+    quick = [one for one in holders if slow_mark(state, one) is None]
+    return [quick, holders] if len(quick) < len(holders) else [holders]
+
+
+def shares(
+    blocks: int,
+    end: WorkerRecord,
+    others: Sequence[WorkerRecord],
+    room: BlocksOf,
+    *,
+    least: int,
+    most: int,
+) -> list[tuple[WorkerRecord, int]] | None:
+    """How many segments each of `others` holds, from `least` to `most` in all, of a request of so many blocks; `end`
+    holds what follows them. None: they have no room.
+    """
+    each = end.layout.segment_blocks
+    missing = max(least, -(-(blocks - room(end)) // each))
+    if missing > most:
+        return None
+    found = []
+    for one in others:
+        segments = min(missing, room(one) // each)
+        if segments > 0:
+            found.append((one, segments))
+            missing -= segments
+    return found if missing <= 0 else None
+
+
+def longest_in_parts(holders: Sequence[WorkerRecord]) -> int:
+    """Blocks of the longest request that these could hold together, were they empty. Their layout is one."""
+    each = holders[0].layout.segment_blocks
+    # All but one of them hold whole segments; that is best the one that would waste the most of its room.
+    over = max(one.kv_blocks % each for one in holders)
+    return over + sum(one.kv_blocks - one.kv_blocks % each for one in holders)
+
+
+# --- at lenders ---------------------------------------------------------------------------------------------
+
+
+class Borrowing(NamedTuple):
+    """A decode worker that could take a request with the help of others, and whether they have room for it now."""
+
+    worker: WorkerRecord
+    loans: list[KvPart]
+    room: bool
+
+
+def borrowings(state: State, request: RequestArrived, *, avoid: Sequence[str] = ()) -> Iterator[Borrowing]:
+    """One for each decode worker that could take the request with the help of others, by id."""
+    lenders = [worker for worker in state.loads.decode.workers if worker.lends]
+    trusted = [worker for worker in lenders if worker.worker_id not in avoid]
+    # With the others' help rather than alone: who failed a request may still hold a part of it.
+    helpers = trusted if len(trusted) > 1 else lenders
+    tokens = request.prompt_tokens + request.max_tokens
+    for worker in trusted or lenders:
+        if tokens > worker.context_tokens_max or request.prompt_tokens > state.pool_tokens(worker):
+            continue
+        others = [one for one in helpers if one is not worker and one.layout == worker.layout]
+        loans = None
+        if len(worker.orders) < worker.batch_max:
+            for some in by_speed(state, others):
+                loans = _loans(worker, some, request, free_blocks)
+                if loans is not None:
+                    break
+        room = loans is not None
+        if loans is None:
+            loans = _loans(worker, others, request, kv_blocks)
+        if loans is not None:
+            yield Borrowing(worker, loans, room)
+
+
+def _loans(
+    worker: WorkerRecord, others: Sequence[WorkerRecord], request: RequestArrived, room: BlocksOf
+) -> list[KvPart] | None:
+    """As few segments elsewhere as possible, at as few lenders as possible; None when it does not fit."""
+    layout = worker.layout
+    if not layout.segment_tokens:
+        return None
+    # The last token of a prompt is decoded here, so its segment stays here.
+    most = (request.prompt_tokens - 1) // layout.segment_tokens
+    blocks = layout.blocks(request.prompt_tokens + request.max_tokens)
+    found = shares(blocks, worker, emptiest_first(others, room), room, least=0, most=most)
+    if found is None:
+        return None
+    return [KvPart(worker_id=one.worker_id, segments=segments) for one, segments in found]
+
+
+def longest_with_loans(state: State) -> int:
+    """Tokens of the longest request, prompt and answer together, that the lenders could hold, were they empty."""
+    lenders = [one for one in state.loads.decode.workers if one.lends and one.layout.segment_tokens]
+    if len(lenders) < 2:
+        return 0
+    first = lenders[0]
+    alike = [worker for worker in lenders if worker.layout == first.layout]
+    longest = longest_in_parts(alike) * first.block_tokens
+    return min(longest, max(worker.context_tokens_max for worker in alike))
+
+
+# --- at attention workers -----------------------------------------------------------------------------------
 
 
 class FoundPlaces(NamedTuple):
