@@ -115,7 +115,7 @@ FAULTS = {
     ),
     "a cancelled request is computed to its end": Fault(
         "conductor/core/machine.py",
-        "        orders.withdraw(state, state.orders[request.order_id], out, prefill_runs=True, decode_runs=True)\n"
+        "        booking.withdraw(state, state.orders[request.order_id], out, prefill_runs=True, decode_runs=True)\n"
         "    orders.end(state, request)\n    state.counters.cancelled += 1",
         "        pass\n    state.counters.cancelled += 1",
         "tests/conductor/test_requests.py tests/chaos/test_chaos.py",

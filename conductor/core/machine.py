@@ -22,7 +22,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from halfmoon.conductor.core import elastic, membership, moves, orders, roles, stages
+from halfmoon.conductor.core import booking, elastic, membership, moves, orders, roles
 from halfmoon.conductor.core.corrections import answer_seen, prefill_seen
 from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_supposed
 from halfmoon.conductor.core.invariants import check
@@ -208,7 +208,7 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
         case PrefillFinished():
             _prefill_finished(state, event)
         case StageFinished():
-            stages.stage_finished(state, event)
+            booking.stage_finished(state, event)
         case DecodeStarted() | KvMoved() | KvMoveRefused():
             _decode_goes_on(state, event, out)
         case StateDigested():
@@ -299,7 +299,7 @@ def _prefill_finished(state: State, event: PrefillFinished) -> None:
             learn_prefill(state, event, event.prompt_tokens, of_request=event.prompt_tokens)
         return
     permille = prefill_seen(state, order, event)
-    orders.free_prefill(state, order)
+    booking.free_prefill(state, order)
     order.prefill.end_ns = state.at_ns
     request = state.requests[order.request_id]
     # In an older log only the request tells its length; placed once more, it may have tokens of its answer on top.
@@ -361,8 +361,8 @@ def _request_finished(state: State, event: RequestFinished, out: StepOutput) -> 
         return
     prefill_seen(state, order, None)
     answer_seen(state, order, event)
-    orders.free_prefill(state, order)
-    orders.free_decode(state, order)
+    booking.free_prefill(state, order)
+    booking.free_decode(state, order)
     end_loans(state, order, out)
     del state.orders[order.order_id]
     request = state.requests[order.request_id]
@@ -410,7 +410,7 @@ def _half_failed(state: State, event: PrefillFailed | DecodeFailed, out: StepOut
     if order is None:
         return
     request = state.requests[order.request_id]
-    orders.withdraw(state, order, out, prefill_runs=half != "prefill", decode_runs=half != "decode")
+    booking.withdraw(state, order, out, prefill_runs=half != "prefill", decode_runs=half != "decode")
     if event.retryable:
         orders.avoid(request, failed)
         orders.place(state, request, event.reason, out)
@@ -424,7 +424,7 @@ def _decode_refused(state: State, event: DecodeRefused, out: StepOutput) -> None
         return
     state.counters.wasted_prefills += 1
     request = state.requests[order.request_id]
-    orders.withdraw(state, order, out, prefill_runs=True, decode_runs=False)
+    booking.withdraw(state, order, out, prefill_runs=True, decode_runs=False)
     if request.placements > 1:  # its client may have tokens already
         orders.avoid(request, event.worker_id)
         orders.place(state, request, event.reason, out)
@@ -437,6 +437,6 @@ def _request_cancelled(state: State, event: RequestCancelled, out: StepOutput) -
     if request is None:
         return
     if request.order_id:
-        orders.withdraw(state, state.orders[request.order_id], out, prefill_runs=True, decode_runs=True)
+        booking.withdraw(state, state.orders[request.order_id], out, prefill_runs=True, decode_runs=True)
     orders.end(state, request)
     state.counters.cancelled += 1
