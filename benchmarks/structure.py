@@ -268,7 +268,11 @@ class _Names:
 
 
 def _calls(node: ast.AST) -> Iterator[ast.Call]:
-    for child in ast.iter_child_nodes(node):
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+        # What is gone through is made before what is made of each.
+        children.sort(key=lambda child: not isinstance(child, ast.comprehension))
+    for child in children:
         yield from _calls(child)
     if isinstance(node, ast.Call):
         yield node

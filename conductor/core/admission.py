@@ -25,21 +25,18 @@ import msgspec
 
 from halfmoon.conductor.core.corrections import corrects_tbt, tbt_permille
 from halfmoon.conductor.core.objectives import tbt_limit_ns, ttft_limit_ns
-from halfmoon.conductor.core.placement.batches import RETRY_NS_MIN, borrowers_wait_ns, wait_ns
-from halfmoon.conductor.core.placement.capacity import capacity
+from halfmoon.conductor.core.placement.capacity import nowhere_to_hold, too_long
 from halfmoon.conductor.core.placement.costed import Costed
 from halfmoon.conductor.core.placement.groups import in_group
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
-from halfmoon.conductor.core.placement.parts import nowhere_to_hold
 from halfmoon.conductor.core.placement.policies import choose_decode, choose_prefill, rules_of
 from halfmoon.conductor.core.placement.prices import Row, step_price
+from halfmoon.conductor.core.placement.waits import RETRY_NS_MIN, wait_ns
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
 from halfmoon.conductor.core.state.cost import expected_decode_ns
 from halfmoon.conductor.core.state.overload import queue_allowed_ns
-from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.decisions import Prediction, RejectReason
-from halfmoon.schemas.events import RequestArrived
 
 
 class AdmissionLimits(msgspec.Struct, frozen=True):
@@ -101,7 +98,7 @@ def decide(costed: Costed) -> Placement | Refusal:
                 reason="no_room",
                 message="no decode worker has room for the request's KV",
                 predicted=prediction(prefill, min(c.tbt_ns for c in open_decodes)),
-                retry_after_ns=borrowers_wait_ns(state, now_ns)
+                retry_after_ns=_borrowers_wait_ns(state, now_ns)
                 if borrows
                 else min(wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in open_decodes),
             )
@@ -149,20 +146,22 @@ def placement_of(costed: Costed, prefill: Candidate, decode: DecodeCandidate) ->
         answer_tokens=costed.answer_tokens,
         decode_ns=expected_decode_ns(costed.answers, costed.answer_tokens, decode.tbt_ns),
     )
-    worker = costed.state.workers[decode.worker_id]
-    if corrects_tbt(costed.state, worker):
-        _correct_tbt(costed, placement, worker)
+    state, worker = costed.state, costed.state.workers[decode.worker_id]
+    if corrects_tbt(state, worker):
+        # At the batch that will be, and by what the longest intervals took of answers.
+        load = costed.load_at(worker, state.at_ns + prefill.ttft_ns)
+        context = costed.request.prompt_tokens + costed.answer_tokens
+        step_ns = worker.cost.step_ns(load.sequences + 1, load.context_tokens + context)
+        placement.tbt_permille = tbt_permille(worker, costed.answer_tokens)
+        tbt_ns = step_ns * placement.tbt_permille // EXACT_PERMILLE
+        placement.predicted = msgspec.structs.replace(placement.predicted, tbt_ns=tbt_ns)
     return placement
 
 
-def _correct_tbt(costed: Costed, placement: Placement, worker: WorkerRecord) -> None:
-    """Predict the time between tokens at the batch that will be, and by what the longest intervals took of answers."""
-    load = costed.load_at(worker, costed.state.at_ns + placement.prefill.ttft_ns)
-    context = costed.request.prompt_tokens + placement.answer_tokens
-    step_ns = worker.cost.step_ns(load.sequences + 1, load.context_tokens + context)
-    placement.tbt_permille = tbt_permille(worker, placement.answer_tokens)
-    tbt_ns = step_ns * placement.tbt_permille // EXACT_PERMILLE
-    placement.predicted = msgspec.structs.replace(placement.predicted, tbt_ns=tbt_ns)
+def _borrowers_wait_ns(state: State, now_ns: int) -> int:
+    """Time until the next request ends, which may leave enough room at its worker or its lenders."""
+    ends = (order.prefill.end_ns + order.decode.lasts_ns for order in state.orders.values())
+    return max(min(ends, default=0) - now_ns, RETRY_NS_MIN)
 
 
 def prediction(prefill: Candidate, tbt_ns: int) -> Prediction:
@@ -180,7 +179,7 @@ def _cannot(costed: Costed) -> Refusal | None:
     state, now_ns = costed.state, costed.now_ns
     pools = {"prefill": state.loads.prefill.workers, "decode": state.loads.decode.workers}
     missing = [f"no {role} worker is there" for role, workers in pools.items() if not workers]
-    message = missing[0] if missing else _nowhere_to_hold(state)
+    message = missing[0] if missing else nowhere_to_hold(state)
     if message:
         return Refusal(
             reason="no_worker",
@@ -202,24 +201,6 @@ def _cannot(costed: Costed) -> Refusal | None:
             reason="queue_full", message="the queue of every decode worker is full", retry_after_ns=wait
         )
     return None
-
-
-def _nowhere_to_hold(state: State) -> str:
-    """Why attention workers can hold no KV for any decode worker; "": they can for one, or it keeps its own."""
-    why = ""
-    for worker in state.loads.decode.workers:
-        why = nowhere_to_hold(state, worker)
-        if not why:
-            break
-    return why
-
-
-def too_long(state: State, request: RequestArrived) -> str:
-    message = f"{request.prompt_tokens} prompt tokens and {request.max_tokens} more fit no worker"
-    if state.policy.pools_bound:  # a log of before has the message of before
-        prompt_tokens, tokens = capacity(state)
-        message += f": the cluster holds prompts of up to {prompt_tokens}, {tokens} with the answer"
-    return message
 
 
 def _over_slo(costed: Costed, placement: Placement, limits: AdmissionLimits) -> Refusal | None:

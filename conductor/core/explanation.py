@@ -12,11 +12,10 @@ from halfmoon.conductor.core.admission import AdmissionLimits, Placement, Refusa
 from halfmoon.conductor.core.choice import Choice, choose
 from halfmoon.conductor.core.corrections import correction_of
 from halfmoon.conductor.core.objectives import limit_ns, slo_ns
-from halfmoon.conductor.core.placement.capacity import fits
+from halfmoon.conductor.core.placement.capacity import why_not
 from halfmoon.conductor.core.placement.costed import Costed, cost_request, cost_under
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate
-from halfmoon.conductor.core.placement.parts import free_blocks
 from halfmoon.conductor.core.placement.policies import POLICIES, Least
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import WorkerRecord
@@ -97,12 +96,12 @@ def explain(
         decode=decodes,
         mixed=mixed,
         left_out={
-            worker.worker_id: _why_not(state, worker, request)
+            worker.worker_id: why_not(state, worker, request)
             for worker in state.workers.values()
             if worker.worker_id not in found and not _holds_only(state, worker)
         },
         attention={
-            worker.worker_id: (free_blocks(worker), worker.kv_blocks)
+            worker.worker_id: (worker.kv_blocks - worker.reserved_blocks, worker.kv_blocks)
             for worker in state.workers.values()
             if _holds_only(state, worker)
         },
@@ -125,9 +124,9 @@ def explain_arrival(costed: Costed, choice: Choice, *, seq: int) -> Explanation:
     verdict = choice.verdict
     if isinstance(verdict, Refusal) and choice.wait_ns:
         return explain(costed, None, seq=seq, lost_reason=verdict.message)
+    rivals = _rivals(costed, verdict)
     why = explain(costed, verdict, seq=seq)
-    why.other_way = choice.other_way
-    why.rivals = _rivals(costed, verdict)
+    why.other_way, why.rivals = choice.other_way, rivals
     return why
 
 
@@ -163,16 +162,6 @@ def _rivals(costed: Costed, verdict: Placement | Refusal) -> dict[PolicyName, tu
 
 def _holds_only(state: State, worker: WorkerRecord) -> bool:
     return worker.prompts is None and worker.batch is None and state.takes_orders(worker)
-
-
-def _why_not(state: State, worker: WorkerRecord, request: RequestArrived) -> str:
-    if worker.draining:
-        return "draining"
-    if not state.takes_orders(worker):
-        return "its node's store agent is away"
-    return (
-        "it failed this request before" if fits(state, worker, request) else "the request is too long for it"
-    )
 
 
 class RoleGrounds(msgspec.Struct, kw_only=True):

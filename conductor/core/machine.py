@@ -22,7 +22,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from halfmoon.conductor.core import booking, elastic, membership, moves, orders, roles
+from halfmoon.conductor.core import booking, membership, moves, orders, roles
 from halfmoon.conductor.core.corrections import answer_seen, prefill_seen
 from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_supposed
 from halfmoon.conductor.core.invariants import check
@@ -135,7 +135,7 @@ class Core:
         if state.orders_now:
             moves.keep_planning(state, out)
         if isinstance(stamped.event, RequestArrived | PolicyChanged):
-            elastic.keep_looking(state, out)
+            roles.keep_looking(state, out)
         self.notes, self.move_notes, self.role_notes = out.notes, out.moves, out.roles
         if self.checked:
             check(state)
@@ -273,8 +273,8 @@ def _timer_fired(state: State, event: TimerFired, out: StepOutput) -> None:
         orders.end_waiting(state, state.requests[subject], out)
     elif event.key == moves.TIMER:
         moves.plan_moves(state, out)
-    elif event.key == elastic.TIMER:
-        elastic.plan_roles(state, out)
+    elif event.key == roles.TIMER:
+        roles.plan_roles(state, out)
 
 
 def _answered(state: State, order_id: str, request_id: str, worker_id: str, half: Half) -> Order | None:

@@ -16,11 +16,11 @@ from halfmoon.conductor.core.admission import (
     placement_of,
     prediction,
     too_large_now,
-    too_long,
 )
-from halfmoon.conductor.core.placement.batches import RETRY_NS_MIN, wait_ns
+from halfmoon.conductor.core.placement.capacity import too_long
 from halfmoon.conductor.core.placement.costed import Costed
 from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate
+from halfmoon.conductor.core.placement.waits import RETRY_NS_MIN, wait_ns
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
 

@@ -6,14 +6,13 @@ import msgspec
 
 from halfmoon.conductor.core.admission import Placement, Refusal
 from halfmoon.conductor.core.booking import give_order
-from halfmoon.conductor.core.choice import Choice, choose, choose_again
+from halfmoon.conductor.core.choice import choose, choose_again
 from halfmoon.conductor.core.explanation import explain, explain_arrival
 from halfmoon.conductor.core.objectives import slo_ns
 from halfmoon.conductor.core.placement.costed import Costed, cost_request
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
-from halfmoon.conductor.core.state.demand import learn_demand
-from halfmoon.conductor.core.state.overload import learn_offered
 from halfmoon.conductor.core.state.records import Request
+from halfmoon.conductor.core.step_learning import learn_arrival, learn_offered_of
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import (
     FailRequest,
@@ -29,9 +28,10 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
     """Place a request that was never seen, let it wait for a worker, or refuse it with a reason."""
     state.counters.arrived += 1
     request = Request(event=event, arrived_ns=state.at_ns)
-    costed, choice = _decide(state, request)
+    costed = _cost(state, request)
+    choice = choose(costed)
     verdict = choice.verdict
-    _learn_demand(costed, verdict)
+    learn_arrival(costed, verdict)
     if out.explains(event.request_id):
         out.notes.append(explain_arrival(costed, choice, seq=state.seq))
     if not isinstance(verdict, Refusal):
@@ -56,44 +56,12 @@ def _cost(state: State, request: Request, *, again: bool = False) -> Costed:
     )
 
 
-def _decide(state: State, request: Request) -> tuple[Costed, Choice]:
-    costed = _cost(state, request)
-    choice = choose(costed)
-    prefill_ns = choice.verdict.predicted.prefill_ns
-    if prefill_ns:
-        learn_offered(state.offered, prefill_ns, state.at_ns)
-    return costed, choice
-
-
-def _learn_demand(costed: Costed, verdict: Placement | Refusal) -> None:
-    """Count its demand on both pools, whether it is placed or not."""
-    state, event = costed.state, costed.request
-    if isinstance(verdict, Refusal):
-        alone_ns, limits = verdict.predicted.prefill_ns, verdict.limits
-        if verdict.reason == "too_long" or (limits is not None and alone_ns > limits.ttft_ns):
-            return  # no number of workers would serve it
-    elif verdict.mixed:
-        return  # the pools have nothing to do with it
-    # A refusal without a prediction looked at no worker.
-    prefill_ns = verdict.predicted.prefill_ns or state.offered.prefill_ns
-    some = next(iter(state.workers.values()), None)
-    if not prefill_ns and some is not None:
-        prefill_ns = some.cost.prefill_ns(event.prompt_tokens, 0)
-    learn_demand(
-        state.demand,
-        state.at_ns,
-        state.policy.elastic_window_ns,
-        prefill_ns=prefill_ns,
-        prompt_tokens=event.prompt_tokens,
-        answer_tokens=costed.answer_tokens,
-        decode_refused=isinstance(verdict, Refusal) and verdict.reason in ("tbt_slo", "no_room"),
-    )
-
-
 def _decide_again(state: State, request: Request, out: StepOutput, *, wait: bool) -> None:
     """Place or refuse a request that has waited since it arrived; with `wait` it may go on waiting."""
     event = request.event
-    costed, (verdict, *_) = _decide(state, request)
+    costed = _cost(state, request)
+    verdict = choose(costed).verdict
+    learn_offered_of(state, verdict)
     if wait and isinstance(verdict, Refusal) and verdict.reason == "no_worker":
         return
     if out.explains(event.request_id):

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from halfmoon.conductor.core.placement.batches import Load, decode_load
 from halfmoon.conductor.core.placement.best_first import prefills_to_choose_from
 from halfmoon.conductor.core.placement.candidates import candidates
 from halfmoon.conductor.core.placement.decode_candidates import (
@@ -22,10 +21,20 @@ from halfmoon.conductor.core.placement.decode_candidates import (
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate, mixed_candidates
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch, match_prefix
+from halfmoon.conductor.core.placement.prices import Row, row_of
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.cost import Answers, answer_class, expected_tokens
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.events import RequestArrived
+
+
+class Load(msgspec.Struct):
+    """The batch of a decode worker at some time."""
+
+    sequences: int
+    context_tokens: int
+    blocks: int
+    rows: list[Row] = []
 
 
 class Costed(msgspec.Struct, kw_only=True, eq=False):
@@ -72,10 +81,37 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
         return self.decodes
 
     def load_at(self, worker: WorkerRecord, end_ns: int) -> Load:
-        """The load of a decode worker at `end_ns`, which is not to be changed."""
+        """The batch of a decode worker at `end_ns` (admission `predicted`), or now; it is not to be changed."""
         load = self.loads.get((worker.worker_id, end_ns))
         if load is None:
-            load = self.loads[worker.worker_id, end_ns] = decode_load(self.state, worker, end_ns)
+            load = self.loads[worker.worker_id, end_ns] = self._load_at(worker, end_ns)
+        return load
+
+    def _load_at(self, worker: WorkerRecord, end_ns: int) -> Load:
+        state = self.state
+        predicted = state.policy.admission == "predicted"
+        # When a loan ends is not predicted: it counts as long as it lasts.
+        load = Load(0, 0, sum(worker.lent.values()))
+        for order_id in worker.orders:
+            order = state.orders[order_id]
+            half = order.decode
+            if predicted:
+                start_ns = order.prefill.end_ns
+                if order.phase == "prefill":
+                    start_ns = max(start_ns, state.at_ns)  # it is late
+                over_ns = start_ns + half.lasts_ns
+                if order.phase == "decode" and over_ns < state.at_ns:
+                    # It lasts longer than expected: how long is as open as before.
+                    over_ns = state.at_ns + half.lasts_ns
+                counts = start_ns <= end_ns <= over_ns
+            else:
+                counts = order.phase == "decode"
+            if counts:
+                load.sequences += 1
+                load.context_tokens += half.context_tokens
+                load.blocks += half.reserved_blocks
+                if worker.priced:
+                    load.rows.append(row_of(order))
         return load
 
     def room_at(self, candidate: DecodeCandidate, end_ns: int) -> bool:

@@ -75,14 +75,6 @@ def shares(
     return found if missing <= 0 else None
 
 
-def longest_in_parts(holders: Sequence[WorkerRecord]) -> int:
-    """Blocks of the longest request that these could hold together, were they empty. Their layout is one."""
-    each = holders[0].layout.segment_blocks
-    # All but one of them hold whole segments; that is best the one that would waste the most of its room.
-    over = max(one.kv_blocks % each for one in holders)
-    return over + sum(one.kv_blocks - one.kv_blocks % each for one in holders)
-
-
 # --- at lenders ---------------------------------------------------------------------------------------------
 
 
@@ -134,17 +126,6 @@ def _loans(
     return [KvPart(worker_id=one.worker_id, segments=segments) for one, segments in found]
 
 
-def longest_with_loans(state: State) -> int:
-    """Tokens of the longest request, prompt and answer together, that the lenders could hold, were they empty."""
-    lenders = [one for one in state.loads.decode.workers if one.lends and one.layout.segment_tokens]
-    if len(lenders) < 2:
-        return 0
-    first = lenders[0]
-    alike = [worker for worker in lenders if worker.layout == first.layout]
-    longest = longest_in_parts(alike) * first.block_tokens
-    return min(longest, max(worker.context_tokens_max for worker in alike))
-
-
 # --- at attention workers -----------------------------------------------------------------------------------
 
 
@@ -189,7 +170,7 @@ def _unsplit(
     """Places that have all tokens."""
     blocks = worker.layout.blocks(request.prompt_tokens + request.max_tokens)
     found: list[tuple[int, int, list[WorkerRecord]]] = []
-    for pools in _pools(holders, worker.layout):
+    for pools in pools_of(holders, worker.layout):
         able = [[one for one in pool if one.kv_blocks >= blocks] for pool in pools]
         if all(able):
             chosen = [emptiest_first(pool, free_blocks)[0] for pool in able]
@@ -213,7 +194,7 @@ def _by_sequence(
     """The prompt's first segments at others than what follows; as few as possible, the emptiest by `room`."""
     layout = worker.layout
     blocks = layout.blocks(request.prompt_tokens + request.max_tokens)
-    able = emptiest_first(_splitting(holders, layout), room)
+    able = emptiest_first(splitting(holders, layout), room)
     for count in range(2, len(able) + 1):
         for last in able[:count]:
             first = [one for one in able[:count] if one is not last]
@@ -241,31 +222,7 @@ def _parts(layout: Layout, first: Sequence[tuple[WorkerRecord, int]], last: Work
     return parts
 
 
-def longest_elsewhere(state: State, worker: WorkerRecord) -> int:
-    """Tokens of the longest request that attention workers could hold for the decode worker, were they empty."""
-    holders = state.loads.attention.workers
-    unsplit = max(
-        (
-            min(max(one.kv_blocks for one in pool) for pool in pools)
-            for pools in _pools(holders, worker.layout)
-        ),
-        default=0,
-    )
-    split = _splitting(holders, worker.layout)
-    longest = max(unsplit, longest_in_parts(split)) if len(split) > 1 else unsplit
-    return longest * worker.block_tokens
-
-
-def nowhere_to_hold(state: State, worker: WorkerRecord) -> str:
-    """Why attention workers can hold no KV for the decode worker, however little; "": they can, or it keeps its own."""
-    if not worker.cache_elsewhere or longest_elsewhere(state, worker):
-        return ""
-    if not state.loads.attention.workers:
-        return "decode workers keep no KV, and no attention worker is ready"
-    return "decode workers keep no KV, and the attention workers that are ready have not all KV heads"
-
-
-def _splitting(holders: Sequence[WorkerRecord], layout: Layout) -> list[WorkerRecord]:
+def splitting(holders: Sequence[WorkerRecord], layout: Layout) -> list[WorkerRecord]:
     """Attention workers that take parts of sequences."""
     return [
         one
@@ -277,7 +234,7 @@ def _splitting(holders: Sequence[WorkerRecord], layout: Layout) -> list[WorkerRe
     ]
 
 
-def _pools(holders: Sequence[WorkerRecord], layout: Layout) -> list[list[list[WorkerRecord]]]:
+def pools_of(holders: Sequence[WorkerRecord], layout: Layout) -> list[list[list[WorkerRecord]]]:
     """For each width of caches that covers all KV heads: the workers of each range of heads, first heads first."""
     by_width: dict[int, dict[int, list[WorkerRecord]]] = {}
     for one in holders:
