@@ -66,3 +66,17 @@ def test_a_walk_that_comes_back_has_a_return() -> None:
     walk = structure.walk({name: module(name, text) for name, text in back.items()}, ("core.a", "start"))
     assert walk.stays == ["core.a", "core.b", "core.c", "core.a", "core.c"]
     assert walk.returns == 2
+
+
+def test_the_walk_of_a_request_through_the_core_is_nearly_a_line(
+    modules: dict[str, structure.Module],
+) -> None:
+    walk = structure.walk(modules, structure.SUBMIT)
+    assert ("conductor.core.placement.costed", "cost_request") in walk.places
+    assert ("conductor.core.booking", "give_order") in walk.places
+    assert walk.returns <= 40, [function for _, function in walk.places]
+
+
+def test_the_core_has_few_files_and_its_head_few_imports(modules: dict[str, structure.Module]) -> None:
+    assert len([each for each in modules.values() if each.folder == "conductor.core"]) <= 20
+    assert len(modules["conductor.core.machine"].imports) <= 22

@@ -17,7 +17,7 @@ from halfmoon.conductor.core.placement.costed import Costed
 
 
 class Choice(NamedTuple):
-    """What is decided on a request that was never placed."""
+    """The decision on a request that was never placed."""
 
     verdict: Placement | Refusal
     #: What the way that was not taken (pair or mixed) would have been; None: there was one way only.
