@@ -28,13 +28,13 @@ from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.events import RequestArrived
 
 
-class Load(msgspec.Struct):
+class Load(msgspec.Struct, frozen=True):
     """The batch of a decode worker at some time."""
 
     sequences: int
     context_tokens: int
     blocks: int
-    rows: list[Row] = []
+    rows: tuple[Row, ...]
 
 
 class Costed(msgspec.Struct, kw_only=True, eq=False):
@@ -81,7 +81,7 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
         return self.decodes
 
     def load_at(self, worker: WorkerRecord, end_ns: int) -> Load:
-        """The batch of a decode worker at `end_ns` (admission `predicted`), or now; it is not to be changed."""
+        """The batch of a decode worker at `end_ns` (admission `predicted`), or now."""
         load = self.loads.get((worker.worker_id, end_ns))
         if load is None:
             load = self.loads[worker.worker_id, end_ns] = self._load_at(worker, end_ns)
@@ -90,8 +90,10 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
     def _load_at(self, worker: WorkerRecord, end_ns: int) -> Load:
         state = self.state
         predicted = state.policy.admission == "predicted"
+        sequences = context_tokens = 0
         # When a loan ends is not predicted: it counts as long as it lasts.
-        load = Load(0, 0, sum(worker.lent.values()))
+        blocks = sum(worker.lent.values())
+        rows: list[Row] = []
         for order_id in worker.orders:
             order = state.orders[order_id]
             half = order.decode
@@ -107,12 +109,12 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
             else:
                 counts = order.phase == "decode"
             if counts:
-                load.sequences += 1
-                load.context_tokens += half.context_tokens
-                load.blocks += half.reserved_blocks
+                sequences += 1
+                context_tokens += half.context_tokens
+                blocks += half.reserved_blocks
                 if worker.priced:
-                    load.rows.append(row_of(order))
-        return load
+                    rows.append(row_of(order))
+        return Load(sequences, context_tokens, blocks, tuple(rows))
 
     def room_at(self, candidate: DecodeCandidate, end_ns: int) -> bool:
         """True where the candidate's worker will have room for it at `end_ns`."""
