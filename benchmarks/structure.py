@@ -18,8 +18,9 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("bus", "cli", "conductor", "schemas", "store", "workers")
@@ -44,6 +45,11 @@ HARDEST = (
     "workers.mixed.state",
     "workers.prefill.job",
 )
+#: Module, and the function in it; a method has its class before it.
+Place = tuple[str, str]
+#: Where the walk of a request that arrives begins, and that of any event.
+SUBMIT: Place = ("conductor.core.orders", "accept_or_reject")
+EVENT: Place = ("conductor.core.machine", "Core.step")
 
 
 @dataclass
@@ -174,6 +180,104 @@ def shared_class_names(modules: Mapping[str, Module]) -> dict[str, list[str]]:
     return {name: places for name, places in sorted(owners.items()) if len(places) > 1}
 
 
+class Walk(NamedTuple):
+    """The functions that a reader passes who follows a call, in the order in which they are first read.
+
+    The walk goes from a function to each that it calls, innermost calls first, and through that one's own calls
+    before the next. A call is followed where its function is named: in the same module, by an import, or on `self`, a
+    parameter or a variable that is annotated with a class of the walked modules or made by calling it.
+    """
+
+    places: list[Place]
+
+    @property
+    def stays(self) -> list[str]:
+        """Modules, each as often as the walk comes to it from another."""
+        return [module for module, _ in groupby(self.places, key=lambda place: place[0])]
+
+    @property
+    def returns(self) -> int:
+        """Stays in a module that the walk was in before."""
+        return len(self.stays) - len(set(self.stays))
+
+
+def walk(modules: Mapping[str, Module], start: Place) -> Walk:
+    """The walk from `start` through its package and the packages inside that; empty where there is no such function."""
+    inside = start[0].rpartition(".")[0] + "."
+    names = {name: _Names(name, module.tree) for name, module in modules.items() if name.startswith(inside)}
+    functions = {place: node for each in names.values() for place, node in each.functions()}
+    found: dict[Place, None] = {}
+
+    def visit(place: Place) -> None:
+        if place in functions and place not in found:
+            found[place] = None
+            for target in names[place[0]].called(place[1], functions[place]):
+                visit(target if target in functions else (target[0], f"{target[1]}.__init__"))
+
+    visit(start)
+    return Walk(list(found))
+
+
+class _Names:
+    """A module, and what its names stand for."""
+
+    def __init__(self, module: str, tree: ast.Module) -> None:
+        self.module, self.tree = module, tree
+        self.known: dict[str, Place] = {
+            node.name: (module, node.name)
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("halfmoon."):
+                origin = (node.module or "").removeprefix("halfmoon.")
+                self.known |= {each.asname or each.name: (origin, each.name) for each in node.names}
+
+    def functions(self) -> Iterator[tuple[Place, ast.FunctionDef]]:
+        for node in self.tree.body:
+            if isinstance(node, ast.FunctionDef):
+                yield (self.module, node.name), node
+            elif isinstance(node, ast.ClassDef):
+                for each in node.body:
+                    if isinstance(each, ast.FunctionDef):
+                        yield (self.module, f"{node.name}.{each.name}"), each
+
+    def called(self, name: str, function: ast.FunctionDef) -> Iterator[Place]:
+        """What a function of the module calls, innermost calls first."""
+        kinds = dict.fromkeys(("self", "cls"), (self.module, name.rpartition(".")[0]))
+        for node in ast.walk(function):
+            match node:
+                case (
+                    ast.arg(arg=each, annotation=ast.Name(id=kind))
+                    | ast.AnnAssign(target=ast.Name(id=each), annotation=ast.Name(id=kind))
+                    | ast.Assign(targets=[ast.Name(id=each)], value=ast.Call(func=ast.Name(id=kind)))
+                ) if kind in self.known:
+                    kinds[each] = self.known[kind]
+        for call in _calls(function):
+            match call.func:
+                case ast.Name(id=each) if each in self.known:
+                    yield self.known[each]
+                case ast.Attribute(value=ast.Name(id=each), attr=attribute) if each in kinds:
+                    module, kind = kinds[each]
+                    yield module, f"{kind}.{attribute}"
+                case ast.Attribute(value=ast.Name(id=each), attr=attribute) if each in self.known:
+                    # A module that was imported whole, or a method of a class.
+                    module, inside = self.known[each]
+                    yield f"{module}.{inside}", attribute
+                    yield module, f"{inside}.{attribute}"
+
+
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+        # What is gone through is made before what is made of each.
+        children.sort(key=lambda child: not isinstance(child, ast.comprehension))
+    for child in children:
+        yield from _calls(child)
+    if isinstance(node, ast.Call):
+        yield node
+
+
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """`self` and `cls` apart."""
     names = function.args
@@ -230,6 +334,8 @@ def figures(root: Path) -> dict[str, Any]:
         "largest folder": f"{folders[largest]} ({largest})",
         "modules that the store agent imports": len(agent.imports),
         "most modules that one imports": f"{len(widest.imports)} ({widest.name})",
+        "returns in the walk of a submit": walk(modules, SUBMIT).returns,
+        "returns in the walk of any event": walk(modules, EVENT).returns,
         "class names with two owners": len(shared_class_names(modules)),
         "comment lines, percent": round(100 * sum(m.comment_lines for m in modules.values()) / lines, 1),
         "lines of a file, median and largest": f"{statistics.median(sizes):.0f}, {max(sizes)}",
@@ -256,7 +362,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--against", metavar="DIR", type=Path, help="another checkout, shown first")
     parser.add_argument("--brief", action="store_true", help="changes nothing: it is brief")
-    parser.add_argument("--detail", action="store_true", help="also list circles and shared class names")
+    parser.add_argument(
+        "--detail", action="store_true", help="also list circles, shared class names and a submit's walk"
+    )
     args = parser.parse_args(argv)
     columns = {"before": figures(args.against)} if args.against else {}
     columns["now"] = figures(ROOT)
@@ -269,6 +377,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print("circle:", " ".join(ring))
         for name, owners in shared_class_names(modules).items():
             print("class:", name, *owners)
+        for name, places in groupby(walk(modules, SUBMIT).places, key=lambda place: place[0]):
+            print("walk:", name, *(function for _, function in places))
 
 
 if __name__ == "__main__":

@@ -97,25 +97,25 @@ FAULTS = {
     ),
     "two digests of equal states differ": Fault(
         "conductor/core/choice.py",
-        "    failed = [any(one in request.avoid for one in _workers(placement)) for placement in (pair, mixed)]",
+        "    failed = [any(one in costed.avoid for one in _workers(placement)) for placement in (pair, mixed)]",
         "    failed = [id(one) % 3 == 0 for one in (pair, mixed)]",
         "tests/conductor/test_mixed.py tests/chaos/test_mixed_chaos.py",
     ),
     "a worker takes more KV than it has": Fault(
-        "conductor/core/placement/candidates.py",
+        "conductor/core/placement/decode_candidates.py",
         "    return sequences < worker.batch_max and reserved_blocks + blocks <= worker.kv_blocks",
         "    return sequences < worker.batch_max",
         "tests/conductor/test_placement.py tests/conductor/test_admission.py",
     ),
     "a request whose worker died is never placed again": Fault(
         "conductor/core/choice.py",
-        "    pair = place_again(state, request, now_ns, draw)\n    mixed = mixed_again(state, request, now_ns)\n",
+        "    pair, mixed = place_again(costed), mixed_again(costed)\n",
         "    pair = mixed = None\n",
         "tests/conductor/test_losses.py tests/chaos/test_chaos.py",
     ),
     "a cancelled request is computed to its end": Fault(
         "conductor/core/machine.py",
-        "        orders.withdraw(state, state.orders[request.order_id], out, prefill_runs=True, decode_runs=True)\n"
+        "        booking.withdraw(state, state.orders[request.order_id], out, prefill_runs=True, decode_runs=True)\n"
         "    orders.end(state, request)\n    state.counters.cancelled += 1",
         "        pass\n    state.counters.cancelled += 1",
         "tests/conductor/test_requests.py tests/chaos/test_chaos.py",

@@ -8,51 +8,69 @@ before there were any.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from halfmoon.conductor.core.admission import Placement, Refusal, decide, place_again
 from halfmoon.conductor.core.mixed_admission import decide_mixed, mixed_again
-from halfmoon.conductor.core.state.core_state import State
-from halfmoon.conductor.core.state.records import Request
-from halfmoon.schemas.events import RequestArrived
+from halfmoon.conductor.core.objectives import limit_ns, slo_ns
+from halfmoon.conductor.core.placement.costed import Costed
 
 
-def choose(
-    state: State, request: RequestArrived, now_ns: int, draw: str, *, waited_ns: int = 0
-) -> Placement | Refusal:
-    """A placement or a refusal for a request that was never placed, and has waited for a worker so long."""
-    pair, mixed = both_ways(state, request, now_ns, draw, waited_ns=waited_ns)
-    if mixed is None:
-        return pair
+class Choice(NamedTuple):
+    """The decision on a request that was never placed."""
+
+    verdict: Placement | Refusal
+    #: What the way that was not taken (pair or mixed) would have been; None: there was one way only.
+    other_way: Placement | Refusal | None = None
+    #: How long it waits for a worker instead of being refused; 0: it does not wait.
+    wait_ns: int = 0
+
+
+def choose(costed: Costed) -> Choice:
+    """A placement or a refusal for a request that was never placed."""
+    pair = decide(costed)
+    mixed = None if costed.mixed is None else decide_mixed(costed, costed.mixed)
+    verdict = pair if mixed is None else _one_of(costed, pair, mixed)
+    if isinstance(verdict, Refusal):
+        return Choice(verdict, wait_ns=_waits_ns(costed, verdict))
+    loads = costed.state.loads
+    pairs = loads.prefill.workers and loads.decode.workers
+    return Choice(verdict, mixed if not verdict.mixed else pair if pairs else None)
+
+
+def _one_of(costed: Costed, pair: Placement | Refusal, mixed: Placement | Refusal) -> Placement | Refusal:
     if isinstance(mixed, Refusal):
         # Of two refusals, that of who exists says more.
         none_there = isinstance(pair, Refusal) and pair.reason in ("no_worker", "too_long")
         return mixed if none_there else pair
-    if isinstance(pair, Refusal) or state.policy.mixed_choice == "preferred":
+    if isinstance(pair, Refusal) or costed.state.policy.mixed_choice == "preferred":
         return mixed
     return _better(pair, mixed)
 
 
-def both_ways(
-    state: State, request: RequestArrived, now_ns: int, draw: str, *, waited_ns: int = 0
-) -> tuple[Placement | Refusal, Placement | Refusal | None]:
-    """Each way as it would be decided alone; None: no mixed worker is there, or none may be chosen."""
-    pair = decide(state, request, now_ns, draw, waited_ns=waited_ns)
-    if not state.loads.mixed.workers or state.policy.mixed_choice == "never":
-        return pair, None
-    return pair, decide_mixed(state, request, now_ns, waited_ns=waited_ns)
+def _waits_ns(costed: Costed, refusal: Refusal) -> int:
+    """How long a new request waits for a worker instead of being refused; 0: it does not wait.
 
-
-def choose_again(state: State, request: Request, now_ns: int, draw: str) -> Placement | None:
-    """The best placement of a request that was accepted before, whatever it takes, with no worker that failed it where
-    there are others; None when there is none.
+    Not when so many wait already, nor longer than until its first token is late.
     """
-    pair = place_again(state, request, now_ns, draw)
-    mixed = mixed_again(state, request, now_ns)
+    state, request = costed.state, costed.request
+    policy = state.policy
+    if refusal.reason != "no_worker" or len(state.parked) >= policy.queued_max_per_worker:
+        return 0
+    return min(policy.arrival_wait_ns_max, limit_ns(slo_ns(state, request)[0], request.priority))
+
+
+def choose_again(costed: Costed) -> Placement | None:
+    """The best placement of a request that was accepted before, whatever it takes, with no worker that failed it where
+    there are others; None when there is none. It is costed whole.
+    """
+    pair, mixed = place_again(costed), mixed_again(costed)
     if pair is None or mixed is None:
         return pair or mixed
-    failed = [any(one in request.avoid for one in _workers(placement)) for placement in (pair, mixed)]
+    failed = [any(one in costed.avoid for one in _workers(placement)) for placement in (pair, mixed)]
     if failed[0] != failed[1]:
         return mixed if failed[0] else pair
-    if state.policy.mixed_choice == "preferred":
+    if costed.state.policy.mixed_choice == "preferred":
         return mixed
     return _better(pair, mixed)
 

@@ -6,22 +6,18 @@ step. The log alone decides, so these are the grounds of the conductor that deci
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from halfmoon.conductor.core.admission import AdmissionLimits, Placement, Refusal, decide, waits_ns
-from halfmoon.conductor.core.choice import both_ways
+from halfmoon.conductor.core.admission import AdmissionLimits, Placement, Refusal, decide
+from halfmoon.conductor.core.choice import Choice, choose
 from halfmoon.conductor.core.corrections import correction_of
 from halfmoon.conductor.core.objectives import limit_ns, slo_ns
-from halfmoon.conductor.core.placement.candidates import candidates, decode_candidates, fits
+from halfmoon.conductor.core.placement.capacity import why_not
+from halfmoon.conductor.core.placement.costed import Costed, cost_request, cost_under
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
-from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate, mixed_candidates
-from halfmoon.conductor.core.placement.part_choice import free_blocks
+from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate
 from halfmoon.conductor.core.placement.policies import POLICIES, Least
-from halfmoon.conductor.core.placement.prefix_match import match_prefix
 from halfmoon.conductor.core.state.core_state import State
-from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.core.state.slow_places import slow_mark
 from halfmoon.schemas.events import RequestArrived
@@ -72,21 +68,11 @@ class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
 
 
 def explain(
-    state: State,
-    request: RequestArrived,
-    at_ns: int,
-    verdict: Placement | Refusal | None,
-    *,
-    seq: int,
-    avoid: Sequence[str] = (),
-    lost_reason: str = "",
+    costed: Costed, verdict: Placement | Refusal | None, *, seq: int, lost_reason: str = ""
 ) -> Explanation:
     """The grounds of `verdict`, in the state in which it was found."""
-    matched = match_prefix(state, request, at_ns)
-    tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
-    prefills = candidates(state, request, matched, at_ns, avoid=avoid)
-    decodes = decode_candidates(state, request, matched, tokens, avoid=avoid)
-    mixed = mixed_candidates(state, request, matched, at_ns, tokens, avoid=avoid)
+    state, request = costed.state, costed.request
+    prefills, decodes, mixed = costed.every_prefill(), costed.every_decode(), costed.mixed or []
     found = dict.fromkeys(c.worker_id for each in (prefills, decodes, mixed) for c in each)
     ttft_slo, tbt_slo = slo_ns(state, request)
     limits = verdict.limits if verdict is not None else None
@@ -95,7 +81,7 @@ def explain(
     return Explanation(
         request_id=request.request_id,
         seq=seq,
-        at_ns=at_ns,
+        at_ns=costed.now_ns,
         policy=state.policy.name,
         admission=state.policy.admission,
         ttft_slo_ns=ttft_slo,
@@ -104,18 +90,18 @@ def explain(
         tbt_limit_ns=limits.tbt_ns,
         lost_reason=lost_reason,
         last_chosen=dict(state.round_robin),
-        prefix_blocks=dict(sorted(matched.held.items())),
-        answer_tokens=tokens,
+        prefix_blocks=dict(sorted(costed.match.held.items())),
+        answer_tokens=costed.answer_tokens,
         prefill=prefills,
         decode=decodes,
         mixed=mixed,
         left_out={
-            worker.worker_id: _why_not(state, worker, request)
+            worker.worker_id: why_not(state, worker, request)
             for worker in state.workers.values()
             if worker.worker_id not in found and not _holds_only(state, worker)
         },
         attention={
-            worker.worker_id: (free_blocks(worker), worker.kv_blocks)
+            worker.worker_id: (worker.kv_blocks - worker.reserved_blocks, worker.kv_blocks)
             for worker in state.workers.values()
             if _holds_only(state, worker)
         },
@@ -133,35 +119,31 @@ def explain(
     )
 
 
-def explain_arrival(
-    state: State, request: RequestArrived, at_ns: int, verdict: Placement | Refusal, *, seq: int, draw: str
-) -> Explanation:
-    """The grounds of `verdict` on a request that was never placed: it may wait instead of being refused."""
-    if isinstance(verdict, Refusal) and waits_ns(state, request, verdict):
-        return explain(state, request, at_ns, None, seq=seq, lost_reason=verdict.message)
-    why = explain(state, request, at_ns, verdict, seq=seq)
-    why.other_way = _other_way(state, request, at_ns, verdict, draw)
-    why.rivals = _rivals(state, request, at_ns, verdict, draw)
+def explain_arrival(costed: Costed, choice: Choice, *, seq: int) -> Explanation:
+    """The grounds of the choice for a request that was never placed: it may wait instead of being refused."""
+    verdict = choice.verdict
+    if isinstance(verdict, Refusal) and choice.wait_ns:
+        return explain(costed, None, seq=seq, lost_reason=verdict.message)
+    rivals = _rivals(costed, verdict)
+    why = explain(costed, verdict, seq=seq)
+    why.other_way, why.rivals = choice.other_way, rivals
     return why
 
 
-def _other_way(
-    state: State, request: RequestArrived, at_ns: int, verdict: Placement | Refusal, draw: str
-) -> Placement | Refusal | None:
-    """The pair as it would have been where a mixed worker was chosen, and the reverse."""
-    if not isinstance(verdict, Placement):
-        return None
-    pair, mixed = both_ways(state, request, at_ns, draw)
-    pairs = state.loads.prefill.workers and state.loads.decode.workers
-    return mixed if not verdict.mixed else pair if pairs else None
+def explain_supposed(state: State, request: RequestArrived, at_ns: int) -> Explanation:
+    """The grounds of what would be decided on `request` at `at_ns`, as the next event of the log."""
+    if at_ns > state.at_ns:
+        # What is overdue then is judged by the state's own time.
+        state = msgspec.structs.replace(state, at_ns=at_ns)
+    costed = cost_request(state, request, at_ns, f"{state.seq + 1}:0")
+    return explain_arrival(costed, choose(costed), seq=state.seq + 1)
 
 
-def _rivals(
-    state: State, request: RequestArrived, at_ns: int, verdict: Placement | Refusal, draw: str
-) -> dict[PolicyName, tuple[str, str]]:
+def _rivals(costed: Costed, verdict: Placement | Refusal) -> dict[PolicyName, tuple[str, str]]:
     """The pairs of policies that compare candidates, where they are not that of `verdict`."""
     if not isinstance(verdict, Placement) or verdict.mixed:
         return {}
+    state = costed.state
     rivals: dict[PolicyName, tuple[str, str]] = {}
     # All but the policy are the state's own objects, which no decision changes.
     other = msgspec.structs.replace(state)
@@ -170,7 +152,7 @@ def _rivals(
         if name == state.policy.name or not isinstance(rules.prefill, Least):
             continue
         other.policy = msgspec.structs.replace(state.policy, name=name)
-        placed = decide(other, request, at_ns, draw)
+        placed = decide(cost_under(other, costed))
         if isinstance(placed, Placement):
             pair = placed.prefill.worker_id, placed.decode.worker_id
             if pair != chosen:
@@ -180,16 +162,6 @@ def _rivals(
 
 def _holds_only(state: State, worker: WorkerRecord) -> bool:
     return worker.prompts is None and worker.batch is None and state.takes_orders(worker)
-
-
-def _why_not(state: State, worker: WorkerRecord, request: RequestArrived) -> str:
-    if worker.draining:
-        return "draining"
-    if not state.takes_orders(worker):
-        return "its node's store agent is away"
-    return (
-        "it failed this request before" if fits(state, worker, request) else "the request is too long for it"
-    )
 
 
 class RoleGrounds(msgspec.Struct, kw_only=True):

@@ -22,10 +22,9 @@ from typing import Any, assert_never
 
 import msgspec
 
-from halfmoon.conductor.core import elastic, membership, moves, orders, roles, stages
-from halfmoon.conductor.core.choice import choose
+from halfmoon.conductor.core import booking, membership, moves, orders, roles
 from halfmoon.conductor.core.corrections import answer_seen, prefill_seen
-from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_arrival
+from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_supposed
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.loans import end_loans, kv_move_refused, kv_moved
 from halfmoon.conductor.core.reconcile import reconcile_orders
@@ -136,7 +135,7 @@ class Core:
         if state.orders_now:
             moves.keep_planning(state, out)
         if isinstance(stamped.event, RequestArrived | PolicyChanged):
-            elastic.keep_looking(state, out)
+            roles.keep_looking(state, out)
         self.notes, self.move_notes, self.role_notes = out.notes, out.moves, out.roles
         if self.checked:
             check(state)
@@ -147,13 +146,7 @@ class Core:
 
         `random` draws by the place in the log: here, by the next one. The grounds of real decisions are in `notes`.
         """
-        state = self.state
-        if at_ns > state.at_ns:
-            # What is overdue then is judged by the state's own time.
-            state = msgspec.structs.replace(state, at_ns=at_ns)
-        draw = f"{state.seq + 1}:0"
-        verdict = choose(state, request, at_ns, draw)
-        return explain_arrival(state, request, at_ns, verdict, seq=state.seq + 1, draw=draw)
+        return explain_supposed(self.state, request, at_ns)
 
     def digest(self) -> str:
         """Names the whole state; equal for equal logs, whatever the process."""
@@ -215,7 +208,7 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
         case PrefillFinished():
             _prefill_finished(state, event)
         case StageFinished():
-            stages.stage_finished(state, event)
+            booking.stage_finished(state, event)
         case DecodeStarted() | KvMoved() | KvMoveRefused():
             _decode_goes_on(state, event, out)
         case StateDigested():
@@ -280,8 +273,8 @@ def _timer_fired(state: State, event: TimerFired, out: StepOutput) -> None:
         orders.end_waiting(state, state.requests[subject], out)
     elif event.key == moves.TIMER:
         moves.plan_moves(state, out)
-    elif event.key == elastic.TIMER:
-        elastic.plan_roles(state, out)
+    elif event.key == roles.TIMER:
+        roles.plan_roles(state, out)
 
 
 def _answered(state: State, order_id: str, request_id: str, worker_id: str, half: Half) -> Order | None:
@@ -306,7 +299,7 @@ def _prefill_finished(state: State, event: PrefillFinished) -> None:
             learn_prefill(state, event, event.prompt_tokens, of_request=event.prompt_tokens)
         return
     permille = prefill_seen(state, order, event)
-    orders.free_prefill(state, order)
+    booking.free_prefill(state, order)
     order.prefill.end_ns = state.at_ns
     request = state.requests[order.request_id]
     # In an older log only the request tells its length; placed once more, it may have tokens of its answer on top.
@@ -374,8 +367,8 @@ def _request_finished(state: State, event: RequestFinished, out: StepOutput) -> 
         return
     prefill_seen(state, order, None)
     answer_seen(state, order, event)
-    orders.free_prefill(state, order)
-    orders.free_decode(state, order)
+    booking.free_prefill(state, order)
+    booking.free_decode(state, order)
     end_loans(state, order, out)
     del state.orders[order.order_id]
     request = state.requests[order.request_id]
@@ -423,7 +416,7 @@ def _half_failed(state: State, event: PrefillFailed | DecodeFailed, out: StepOut
     if order is None:
         return
     request = state.requests[order.request_id]
-    orders.withdraw(state, order, out, prefill_runs=half != "prefill", decode_runs=half != "decode")
+    booking.withdraw(state, order, out, prefill_runs=half != "prefill", decode_runs=half != "decode")
     if event.retryable:
         orders.avoid(request, failed)
         orders.place(state, request, event.reason, out)
@@ -437,7 +430,7 @@ def _decode_refused(state: State, event: DecodeRefused, out: StepOutput) -> None
         return
     state.counters.wasted_prefills += 1
     request = state.requests[order.request_id]
-    orders.withdraw(state, order, out, prefill_runs=True, decode_runs=False)
+    booking.withdraw(state, order, out, prefill_runs=True, decode_runs=False)
     if request.placements > 1:  # its client may have tokens already
         orders.avoid(request, event.worker_id)
         orders.place(state, request, event.reason, out)
@@ -450,6 +443,6 @@ def _request_cancelled(state: State, event: RequestCancelled, out: StepOutput) -
     if request is None:
         return
     if request.order_id:
-        orders.withdraw(state, state.orders[request.order_id], out, prefill_runs=True, decode_runs=True)
+        booking.withdraw(state, state.orders[request.order_id], out, prefill_runs=True, decode_runs=True)
     orders.end(state, request)
     state.counters.cancelled += 1

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from halfmoon.conductor.core.booking import withdraw
 from halfmoon.conductor.core.loans import end_move
-from halfmoon.conductor.core.orders import arm, end, place_parked, withdraw
+from halfmoon.conductor.core.orders import arm, end, place_parked
 from halfmoon.conductor.core.reconcile import lose_orders
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.cost import decode_fit, prefill_fit

@@ -5,8 +5,9 @@ The rules are those of a pair (`admission`), with one worker's queue, room and i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from halfmoon.conductor.core.admission import (
-    RETRY_NS_MIN,
     AdmissionLimits,
     Placement,
     Refusal,
@@ -14,28 +15,21 @@ from halfmoon.conductor.core.admission import (
     limits_of,
     placement_of,
     prediction,
-    room_at,
     too_large_now,
-    too_long,
-    wait_ns,
 )
-from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate, mixed_candidates
-from halfmoon.conductor.core.placement.prefix_match import match_prefix
+from halfmoon.conductor.core.placement.capacity import too_long
+from halfmoon.conductor.core.placement.costed import Costed
+from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate
+from halfmoon.conductor.core.placement.waits import RETRY_NS_MIN, wait_ns
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
-from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
-from halfmoon.conductor.core.state.records import Request
-from halfmoon.schemas.events import RequestArrived
 
 
-def decide_mixed(
-    state: State, request: RequestArrived, now_ns: int, *, waited_ns: int = 0
-) -> Placement | Refusal:
-    """The mixed worker for a request that was never placed, or why, of those that are there, none takes it."""
-    answer_tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
-    found = mixed_candidates(state, request, match_prefix(state, request, now_ns), now_ns, answer_tokens)
+def decide_mixed(costed: Costed, found: Sequence[MixedCandidate]) -> Placement | Refusal:
+    """The one of the mixed workers for a request that was never placed, or why none of them takes it."""
+    state, now_ns = costed.state, costed.now_ns
     if not found:
-        return Refusal(reason="too_long", message=too_long(state, request))
+        return Refusal(reason="too_long", message=too_long(state, costed.request))
     able = [c for c in found if not c.full]
     if not able:
         return Refusal(
@@ -45,34 +39,28 @@ def decide_mixed(
         )
     roomy = [c for c in able if c.decode.room]
     if not roomy and state.policy.admission in ("early", "predicted"):
-        roomy = [c for c in able if room_at(state, c.decode, now_ns + c.prefill.ttft_ns)]
+        roomy = [c for c in able if costed.room_at(c.decode, now_ns + c.prefill.ttft_ns)]
         if not roomy:
             return _no_room(state, able, now_ns)
     best = min(roomy or able, key=lambda c: c.rank)
-    placement = placement_of(state, request, best.prefill, best.decode, answer_tokens)
+    placement = placement_of(costed, best.prefill, best.decode)
     if state.policy.admission == "none":
         return placement
-    limits = placement.limits = limits_of(state, request, placement)
+    limits = placement.limits = limits_of(costed, placement)
     return (
-        late(placement, limits, waited_ns)
+        late(placement, limits, costed.waited_ns)
         or _slow(state, placement, limits, now_ns)
         or too_large_now(state, placement, limits, len(found))
         or placement
     )
 
 
-def mixed_again(state: State, request: Request, now_ns: int) -> Placement | None:
+def mixed_again(costed: Costed) -> Placement | None:
     """The best mixed worker for a request that was accepted before, whatever it takes; None when there is none."""
-    if not state.loads.mixed.workers:
+    if not costed.mixed:
         return None
-    event = request.event
-    answer_tokens = expected_tokens(state.answers.get(answer_class(event.max_tokens)), event.max_tokens)
-    matched = match_prefix(state, event, now_ns)
-    found = mixed_candidates(state, event, matched, now_ns, answer_tokens, avoid=request.avoid)
-    if not found:
-        return None
-    best = min([c for c in found if c.decode.room] or found, key=lambda c: c.rank)
-    return placement_of(state, event, best.prefill, best.decode, answer_tokens)
+    best = min([c for c in costed.mixed if c.decode.room] or costed.mixed, key=lambda c: c.rank)
+    return placement_of(costed, best.prefill, best.decode)
 
 
 def _no_room(state: State, able: list[MixedCandidate], now_ns: int) -> Refusal:

@@ -1,48 +1,24 @@
-"""Orders: given, withdrawn, and what becomes of a request whose order is gone.
-
-Load is reserved in the state the moment an order is given, and freed when its half is answered, cancelled or lost.
-"""
+"""Orders: what becomes of a request that has none yet, or whose order is gone. `booking` gives and takes them back."""
 
 from __future__ import annotations
 
 import msgspec
 
-from halfmoon.conductor.core.admission import (
-    Placement,
-    Refusal,
-    waits_ns,
-)
+from halfmoon.conductor.core.admission import Placement, Refusal
+from halfmoon.conductor.core.booking import give_order
 from halfmoon.conductor.core.choice import choose, choose_again
-from halfmoon.conductor.core.corrections import load_changed, price_prompt
 from halfmoon.conductor.core.explanation import explain, explain_arrival
-from halfmoon.conductor.core.loans import book_loans, end_loans
-from halfmoon.conductor.core.objectives import slo_ns, tbt_objective_ns
-from halfmoon.conductor.core.placement.measures import Candidate
-from halfmoon.conductor.core.replication import spread_hot_prefix
-from halfmoon.conductor.core.stages import (
-    book_stages,
-    cancel_stages,
-    free_stages,
-    give_stages,
-    join_prefills,
-    leave_prefills,
-)
+from halfmoon.conductor.core.objectives import slo_ns
+from halfmoon.conductor.core.placement.costed import Costed, cost_request
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
-from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
-from halfmoon.conductor.core.state.demand import learn_demand
-from halfmoon.conductor.core.state.overload import learn_busy, learn_offered
-from halfmoon.conductor.core.state.records import DecodeHalf, Order, PrefillHalf, Request, WorkerRecord
+from halfmoon.conductor.core.state.records import Request
+from halfmoon.conductor.core.step_learning import arrival_seen, learn_arrival, learn_offered_of
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import (
-    CancelOrder,
     FailRequest,
     RejectReason,
     RejectRequest,
-    ReleaseOrder,
     SetTimer,
-    StartDecode,
-    StartMixed,
-    StartPrefill,
 )
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.types import INT_MAX
@@ -52,72 +28,51 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
     """Place a request that was never seen, let it wait for a worker, or refuse it with a reason."""
     state.counters.arrived += 1
     request = Request(event=event, arrived_ns=state.at_ns)
-    state.displaced.ask(state.index, event.block_keys)
-    verdict = _decide(state, request)
-    _learn_demand(state, event, verdict)
+    arrival_seen(state, event)
+    costed = _cost(state, request)
+    choice = choose(costed)
+    verdict = choice.verdict
+    learn_arrival(costed, verdict)
     if out.explains(event.request_id):
-        out.notes.append(
-            explain_arrival(state, event, state.at_ns, verdict, seq=state.seq, draw=_draw(state))
-        )
+        out.notes.append(explain_arrival(costed, choice, seq=state.seq))
     if not isinstance(verdict, Refusal):
         state.requests[event.request_id] = request
-        _order(state, request, verdict, out)
-    elif wait_ns := waits_ns(state, event, verdict):
+        give_order(state, request, verdict, out)
+    elif choice.wait_ns:
         state.requests[event.request_id] = request
-        park(state, request, wait_ns, out)
+        park(state, request, choice.wait_ns, out)
     else:
         reject(state, event, verdict, out)
 
 
-def _decide(state: State, request: Request) -> Placement | Refusal:
-    waited_ns = state.at_ns - request.arrived_ns
-    if state.policy.group_from == "spare":
-        learn_busy(state.offered, state.loads.prefill.busy)
-    verdict = choose(state, request.event, state.at_ns, _draw(state), waited_ns=waited_ns)
-    if verdict.predicted.prefill_ns:
-        learn_offered(state.offered, verdict.predicted.prefill_ns, state.at_ns)
-    return verdict
-
-
-def _learn_demand(state: State, event: RequestArrived, verdict: Placement | Refusal) -> None:
-    """Count its demand on both pools, whether it is placed or not."""
-    if isinstance(verdict, Refusal):
-        alone_ns, limits = verdict.predicted.prefill_ns, verdict.limits
-        if verdict.reason == "too_long" or (limits is not None and alone_ns > limits.ttft_ns):
-            return  # no number of workers would serve it
-    elif verdict.mixed:
-        return  # the pools have nothing to do with it
-    # A refusal without a prediction looked at no worker.
-    prefill_ns = verdict.predicted.prefill_ns or state.offered.prefill_ns
-    some = next(iter(state.workers.values()), None)
-    if not prefill_ns and some is not None:
-        prefill_ns = some.cost.prefill_ns(event.prompt_tokens, 0)
-    learn_demand(
-        state.demand,
+def _cost(state: State, request: Request, *, again: bool = False) -> Costed:
+    """`again`: it was accepted before, and is placed whatever that takes."""
+    return cost_request(
+        state,
+        request.event,
         state.at_ns,
-        state.policy.elastic_window_ns,
-        prefill_ns=prefill_ns,
-        prompt_tokens=event.prompt_tokens,
-        answer_tokens=expected_tokens(state.answers.get(answer_class(event.max_tokens)), event.max_tokens),
-        decode_refused=isinstance(verdict, Refusal) and verdict.reason in ("tbt_slo", "no_room"),
+        f"{state.seq}:{state.orders_now}",
+        waited_ns=state.at_ns - request.arrived_ns,
+        avoid=request.avoid if again else None,
     )
 
 
 def _decide_again(state: State, request: Request, out: StepOutput, *, wait: bool) -> None:
     """Place or refuse a request that has waited since it arrived; with `wait` it may go on waiting."""
     event = request.event
-    verdict = _decide(state, request)
+    costed = _cost(state, request)
+    verdict = choose(costed).verdict
+    learn_offered_of(state, verdict)
     if wait and isinstance(verdict, Refusal) and verdict.reason == "no_worker":
         return
     if out.explains(event.request_id):
-        waited = "it waited for a worker"
-        out.notes.append(explain(state, event, state.at_ns, verdict, seq=state.seq, lost_reason=waited))
+        out.notes.append(explain(costed, verdict, seq=state.seq, lost_reason="it waited for a worker"))
     if isinstance(verdict, Refusal):
         end(state, request)
         reject(state, event, verdict, out)
     else:
         unpark(state, request)
-        _order(state, request, verdict, out)
+        give_order(state, request, verdict, out)
 
 
 def end_waiting(state: State, request: Request, out: StepOutput) -> None:
@@ -142,12 +97,13 @@ def place(state: State, request: Request, lost_reason: str, out: StepOutput) -> 
         message = f"placed {request.placements} times, and each time lost; last: {lost_reason or 'no reason was given'}"
         fail(state, request, message, out)
         return
-    placement = choose_again(state, request, state.at_ns, _draw(state))
-    _note(state, request, placement, lost_reason, out)
+    costed = _cost(state, request, again=True)
+    placement = choose_again(costed)
+    _note(costed, placement, lost_reason, out)
     if placement is None:
         park(state, request, state.policy.unplaced_ns_max, out)
     else:
-        _order(state, request, placement, out)
+        give_order(state, request, placement, out)
 
 
 def avoid(request: Request, worker_id: str) -> None:
@@ -163,11 +119,12 @@ def place_parked(state: State, out: StepOutput) -> None:
         if not request.placements:  # never accepted
             _decide_again(state, request, out, wait=True)
             continue
-        placement = choose_again(state, request, state.at_ns, _draw(state))
+        costed = _cost(state, request, again=True)
+        placement = choose_again(costed)
         if placement is not None:
-            _note(state, request, placement, "it waited for a worker", out)
+            _note(costed, placement, "it waited for a worker", out)
             unpark(state, request)
-            _order(state, request, placement, out)
+            give_order(state, request, placement, out)
 
 
 def place_borrowers(state: State, out: StepOutput) -> None:
@@ -176,22 +133,9 @@ def place_borrowers(state: State, out: StepOutput) -> None:
         place_parked(state, out)
 
 
-def _note(
-    state: State, request: Request, placement: Placement | None, lost_reason: str, out: StepOutput
-) -> None:
-    if out.explains(request.event.request_id):
-        avoided = request.avoid
-        out.notes.append(
-            explain(
-                state,
-                request.event,
-                state.at_ns,
-                placement,
-                seq=state.seq,
-                avoid=avoided,
-                lost_reason=lost_reason,
-            )
-        )
+def _note(costed: Costed, placement: Placement | None, lost_reason: str, out: StepOutput) -> None:
+    if out.explains(costed.request.request_id):
+        out.notes.append(explain(costed, placement, seq=costed.state.seq, lost_reason=lost_reason))
 
 
 def park(state: State, request: Request, wait_ns: int, out: StepOutput) -> None:
@@ -264,80 +208,6 @@ def remember_finished(state: State, request_id: str) -> None:
         del state.finished[next(iter(state.finished))]
 
 
-def withdraw(state: State, order: Order, out: StepOutput, *, prefill_runs: bool, decode_runs: bool) -> None:
-    """Take an order back: free what is reserved, cancel the halves that still run, release what stores hold for it."""
-    if order.mixed:  # one worker, which has let go of it where either half has failed
-        prefill_runs = decode_runs = prefill_runs and decode_runs
-    prefill_runs = prefill_runs and order.phase == "prefill" and not order.mixed
-    cancel_stages(state, order, out)
-    free_prefill(state, order)
-    free_decode(state, order)
-    end_loans(state, order, out)
-    del state.orders[order.order_id]
-    request = state.requests[order.request_id]
-    request.order_id = ""
-    halves = ((order.prefill_id, prefill_runs), (order.decode_id, decode_runs))
-    for worker_id, runs in halves:
-        if runs and worker_id in state.workers:
-            out.append(CancelOrder(order_id=order.order_id, request_id=order.request_id, worker_id=worker_id))
-    release_nodes(state, order, out)
-
-
-def release_nodes(state: State, order: Order, out: StepOutput) -> None:
-    """Have the stores drop what they hold for an order."""
-    nodes = dict.fromkeys((order.prefill_node_id, order.decode_node_id, order.prefill.fetch_node_id))
-    out.extend(
-        ReleaseOrder(order_id=order.order_id, node_id=node_id) for node_id in nodes if node_id in state.stores
-    )
-
-
-def free_prefill(state: State, order: Order) -> None:
-    """Free what the prefill half has reserved: it is over, one way or another."""
-    if order.phase == "decode":
-        return
-    order.phase = "decode"
-    free_stages(state, order)
-    leaving = state.leaving.get(order.prefill.fetch_node_id)
-    if leaving is not None:
-        del leaving[order.order_id]
-        if not leaving:
-            del state.leaving[order.prefill.fetch_node_id]
-    worker = state.workers.get(order.prefill_id)
-    duty = worker.prompts if worker is not None else None
-    if worker is None or duty is None or order.order_id not in duty.orders:
-        return
-    duty.pending_blocks -= order.prefill.pending_blocks
-    duty.prompt_blocks -= order.prefill.prompt_blocks
-    leave_prefills(state, worker, order)
-    load_changed(state, order.prefill_id, order.decode_id)
-
-
-def book_decode(state: State, worker: WorkerRecord, order: Order) -> None:
-    """Reserve what the decode half takes."""
-    duty = worker.batch
-    assert duty is not None, (worker, order)
-    duty.orders[order.order_id] = order.decode.reserved_blocks
-    worker.reserved_blocks += order.decode.reserved_blocks
-    duty.context_tokens += order.decode.context_tokens
-    state.loads.changed(worker)
-
-
-def free_decode(state: State, order: Order) -> None:
-    worker = state.workers.get(order.decode_id)
-    duty = worker.batch if worker is not None else None
-    if worker is None or duty is None or order.order_id not in duty.orders:
-        return
-    del duty.orders[order.order_id]
-    worker.reserved_blocks -= order.decode.reserved_blocks
-    duty.context_tokens -= order.decode.context_tokens
-    state.loads.changed(worker)
-    load_changed(state, order.decode_id)
-
-
-def _draw(state: State) -> str:
-    return f"{state.seq}:{state.orders_now}"
-
-
 def _count_rejected(state: State, reason: RejectReason) -> None:
     rejected = state.counters.rejected
     rejected[reason] = rejected.get(reason, 0) + 1
@@ -350,141 +220,3 @@ def reject_placed(
     end(state, request)
     predicted = msgspec.structs.replace(Refusal(reason=reason, message="").predicted, tbt_ns=tbt_ns)
     reject(state, request.event, Refusal(reason=reason, message=message[:512], predicted=predicted), out)
-
-
-def _order(state: State, request: Request, placement: Placement, out: StepOutput) -> None:
-    """Give both halves of a placement, and reserve what they take."""
-    state.orders_now += 1
-    order_id = f"{state.seq}-{state.orders_now}"
-    now_ns = state.at_ns
-    event, prefill, decode = request.event, placement.prefill, placement.decode
-    waited_ns = now_ns - request.arrived_ns
-    predicted = placement.predicted
-    if waited_ns:
-        predicted = msgspec.structs.replace(
-            predicted, queue_ns=predicted.queue_ns + waited_ns, ttft_ns=predicted.ttft_ns + waited_ns
-        )
-    request.placements += 1
-    request.order_id = order_id
-    state.counters.placed += 1
-    if not placement.mixed:
-        state.round_robin["prefill"], state.round_robin["decode"] = prefill.worker_id, decode.worker_id
-    order = Order(
-        order_id=order_id,
-        request_id=event.request_id,
-        prefill_id=prefill.worker_id,
-        prefill_node_id=prefill.node_id,
-        decode_id=decode.worker_id,
-        decode_node_id=decode.node_id,
-        placed_ns=now_ns,
-        placed_seq=state.seq,
-        predicted=predicted,
-        prefill=PrefillHalf(
-            end_ns=now_ns + prefill.ttft_ns,
-            reserved_ns=prefill.ttft_ns - prefill.queue_ns,
-            pending_blocks=prefill.uncached_blocks,
-            prompt_blocks=prefill.uncached_blocks + prefill.cached_blocks,
-            fetch_node_id=prefill.fetches[0].node_id if prefill.fetches else "",
-            fetch_sharing=prefill.fetch_sharing,
-            fetch_ssd=prefill.from_ssd,
-            stages=prefill.stages,
-        ),
-        decode=DecodeHalf(
-            lasts_ns=placement.decode_ns,
-            reserved_blocks=decode.blocks,
-            context_tokens=event.prompt_tokens + placement.answer_tokens,
-            loans=decode.loans,
-            cache=decode.cache,
-            cache_blocks=decode.cache_blocks,
-        ),
-    )
-    price_prompt(state, order, prefill)
-    _reserve(state, order, now_ns + prefill.transfer_ns)
-    _give(state, request, order, prefill, out)
-    spread_hot_prefix(state, event, prefill, out)
-
-
-def _give(state: State, request: Request, order: Order, prefill: Candidate, out: StepOutput) -> None:
-    """To the two workers of an order, or to the mixed one."""
-    event = request.event
-    if order.mixed:
-        out.append(
-            StartMixed(
-                order_id=order.order_id,
-                request_id=event.request_id,
-                frontend_id=event.frontend_id,
-                worker_id=order.prefill_id,
-                prompt_tokens=event.prompt_tokens,
-                max_tokens=event.max_tokens,
-                local_blocks=prefill.local_blocks,
-                fetches=prefill.fetches,
-                placement=request.placements,
-                predicted=order.predicted,
-            )
-        )
-        return
-    out.append(
-        StartPrefill(
-            order_id=order.order_id,
-            request_id=event.request_id,
-            frontend_id=event.frontend_id,
-            worker_id=order.prefill_id,
-            decode_worker_id=order.decode_id,
-            decode_node_id=order.decode_node_id,
-            prompt_tokens=event.prompt_tokens,
-            local_blocks=prefill.local_blocks,
-            fetches=prefill.fetches,
-            predicted=order.predicted,
-            stages=order.prefill.stages,
-            chunk_tokens=prefill.chunk_tokens,
-        )
-    )
-    give_stages(order, event.prompt_tokens, out)
-    out.append(start_decode(state, request, order))
-
-
-def start_decode(state: State, request: Request, order: Order) -> StartDecode:
-    """The decode half of an order."""
-    event = request.event
-    return StartDecode(
-        order_id=order.order_id,
-        request_id=event.request_id,
-        frontend_id=event.frontend_id,
-        worker_id=order.decode_id,
-        prefill_worker_id=order.prefill_id,
-        prompt_tokens=event.prompt_tokens,
-        max_tokens=event.max_tokens,
-        tbt_slo_ns=_tbt_slo_ns(state, event, order),
-        placement=request.placements,
-        predicted=order.predicted,
-        prefill_node_id=order.prefill_node_id if state.policy.sources_named else "",
-        loans=order.decode.loans,
-        cache=order.decode.cache,
-        resumes=order.decode.resumes,
-    )
-
-
-def _tbt_slo_ns(state: State, event: RequestArrived, order: Order) -> int:
-    """The time between tokens to which the order's decode worker holds it; 0: none."""
-    # Under `none` everything is queued: nothing is refused, nor is it after its prefill.
-    if state.policy.admission == "none":
-        return 0
-    worker = state.workers[order.decode_id]
-    idle = len(worker.orders) == 1  # this one
-    return tbt_objective_ns(
-        state, event, worker, order.decode.context_tokens, order.decode.loans, order.decode.cache, idle=idle
-    )
-
-
-def _reserve(state: State, order: Order, fetched_ns: int) -> None:
-    """Book the order on both workers, and until `fetched_ns` on the node that it fetches from."""
-    state.orders[order.order_id] = order
-    duty = join_prefills(state, state.workers[order.prefill_id], order)
-    duty.pending_blocks += order.prefill.pending_blocks
-    duty.prompt_blocks += order.prefill.prompt_blocks
-    book_decode(state, state.workers[order.decode_id], order)
-    book_loans(state, order)
-    book_stages(state, order)
-    if order.prefill.fetch_node_id:
-        state.leaving.setdefault(order.prefill.fetch_node_id, {})[order.order_id] = fetched_ns
-    load_changed(state, order.prefill_id, order.decode_id)

@@ -15,7 +15,8 @@ two heartbeats say so, the KV is lost (its progress is told once), and the reque
 
 from __future__ import annotations
 
-from halfmoon.conductor.core.orders import avoid, place, withdraw
+from halfmoon.conductor.core.booking import withdraw
+from halfmoon.conductor.core.orders import avoid, place
 from halfmoon.conductor.core.resume import resume
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import WorkerRecord

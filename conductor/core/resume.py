@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
+from halfmoon.conductor.core.booking import book_decode, free_decode, release_nodes, start_decode
 from halfmoon.conductor.core.loans import held_for
-from halfmoon.conductor.core.orders import book_decode, free_decode, release_nodes, start_decode
 from halfmoon.conductor.core.placement.prices import row_of, rows_of, step_price
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import Order, WorkerRecord

@@ -1,16 +1,37 @@
 """Roles that change: a worker takes nothing new, finishes what it has, and joins again in another role.
 
-Nobody is told who is needed where it is: in every role that had workers some stay.
+Nobody is told who is needed where it is: in every role that had workers some stay. An operator may want it
+(`RoleWanted`), or the planner, by load: a worker goes from the emptier pool to the fuller one, if that one is less full
+then.
+
+The planner looks once a period. The pool that gives must, with a worker less, still be emptier than the other one was,
+by `elastic_gain_percent`: then the way back would not pay, so under a load that stays the same nothing goes back and
+forth. What lasts a moment only is left alone (`elastic_hold_ns`); after a change it waits (`elastic_pause_ns`), and
+few change at once. A pool that has no worker left gets one at once.
+
+The worker with the least outstanding work goes: the prefill worker with the shortest queue, the decode worker whose
+last answer is expected to end first.
+
+Source: Mooncake (ARXIV), section 7, names the switch of roles; when and who are ours.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
+from halfmoon.conductor.core.explanation import RoleGrounds
+from halfmoon.conductor.core.orders import arm
+from halfmoon.conductor.core.pool_needs import PoolNeed, pool_needs
 from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.demand import Advice, demand_of, forget_demand
+from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import ChangeRole
 from halfmoon.schemas.events import RoleWanted
-from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.roles import ELASTIC_ROLES, WorkerRole
+
+TIMER = "roles:plan"
 
 
 def role_wanted(state: State, event: RoleWanted, out: StepOutput) -> None:
@@ -39,3 +60,131 @@ def change_role(
     state.members_changed()
     state.demand.changed_ns, state.demand.advice = state.at_ns, None
     out.append(ChangeRole(worker_id=worker.worker_id, role=role, reason=reason))
+
+
+# --- by load ----------------------------------------------------------------------------------------------
+
+
+def keep_looking(state: State, out: StepOutput) -> None:
+    """Set the timer while there is load. Call it when a request has arrived, or the timer has fired."""
+    policy = state.policy
+    if policy.elastic == "off" or not (state.requests or state.demand.looks):
+        return
+    if any(worker.change.may_become for worker in state.workers.values()):
+        arm(state, TIMER, state.at_ns + policy.elastic_period_ns, out)
+
+
+def plan_roles(state: State, out: StepOutput) -> None:
+    """Change a role, or advise it, if the load has been so for long enough; and set the timer again."""
+    demand, policy = state.demand, state.policy
+    forget_demand(demand, state.at_ns, policy.elastic_window_ns)
+    if policy.elastic != "off":
+        needs = pool_needs(state)
+        role = fuller_pool(state, needs)
+        if role != demand.wants:
+            demand.wants, demand.wants_since_ns = role, state.at_ns
+            demand.advice = None
+        if role and _is_time(state, needs[role]):
+            worker = _who_goes(state, role)
+            if worker is not None:
+                _go(state, worker, role, needs, out)
+    else:
+        demand.wants, demand.advice = "", None
+    keep_looking(state, out)
+
+
+def fuller_pool(state: State, needs: dict[WorkerRole, PoolNeed]) -> WorkerRole | Literal[""]:
+    """The role that is to get a worker of the other one; "": both are well as they are."""
+    for role, other in (ELASTIC_ROLES, ELASTIC_ROLES[::-1]):
+        fuller, giver = needs[role], needs[other]
+        if giver.workers < 2:
+            continue
+        if not fuller.workers:
+            return role
+        full = fuller.load() * 100 >= state.policy.elastic_from_percent * 1_000
+        # Having given it is still emptier than the other one was: so the reverse would not pay next.
+        if full and giver.load(-1) * (100 + state.policy.elastic_gain_percent) <= fuller.load() * 100:
+            return role
+    return ""
+
+
+def _is_time(state: State, need: PoolNeed) -> bool:
+    policy, demand = state.policy, state.demand
+    under_way = sum(worker.change.becomes != "" for worker in state.workers.values())
+    if under_way >= policy.elastic_changes_max:
+        return False
+    if not need.workers:
+        return True
+    held = state.at_ns - demand.wants_since_ns >= policy.elastic_hold_ns
+    return held and state.at_ns - demand.changed_ns >= policy.elastic_pause_ns
+
+
+def _who_goes(state: State, role: WorkerRole) -> WorkerRecord | None:
+    those = [worker for worker in state.workers.values() if may_change(state, worker, role)]
+    return min(those, key=lambda worker: (*done_ns(state, worker), worker.worker_id), default=None)
+
+
+def done_ns(state: State, worker: WorkerRecord) -> tuple[int, int]:
+    """Whether others' requests rest on it, and when it will have finished what it has: from now, as predicted."""
+    if worker.batch is None:
+        return 0, queue_ns(worker, state.at_ns)
+    orders = [state.orders[order_id] for order_id in worker.orders]
+    last_ns = max((order.prefill.end_ns + order.decode.lasts_ns for order in orders), default=state.at_ns)
+    return int(bool(worker.lent)), max(0, last_ns - state.at_ns)
+
+
+def _go(
+    state: State,
+    worker: WorkerRecord,
+    role: WorkerRole,
+    needs: dict[WorkerRole, PoolNeed],
+    out: StepOutput,
+) -> None:
+    """The change itself, or the advice of it; noted once."""
+    demand, reason = state.demand, _reason(needs)
+    if state.policy.elastic == "advise":
+        if demand.advice is not None:
+            return
+        demand.advice = Advice(worker.worker_id, role, state.at_ns, reason)
+    out.roles.append(_grounds(state, worker, role, needs, reason))
+    if state.policy.elastic == "on":
+        demand.changes += 1
+        change_role(state, worker, role, out, reason)
+
+
+def _reason(needs: dict[WorkerRole, PoolNeed]) -> str:
+    return ", ".join(
+        f"{role} needs {need.permille // 1_000}.{need.permille % 1_000 // 100} workers and has {need.workers}"
+        for role, need in needs.items()
+    )
+
+
+def _grounds(
+    state: State, worker: WorkerRecord, role: WorkerRole, needs: dict[WorkerRole, PoolNeed], reason: str
+) -> RoleGrounds:
+    policy = state.policy
+    seen = demand_of(state.demand, state.at_ns, policy.elastic_window_ns)
+    full = {name: need.load() for name, need in needs.items()}
+    then = {name: need.load(1 if name == role else -1) for name, need in needs.items()}
+    mates = [one for one in state.workers.values() if one is not worker and may_change(state, one, role)]
+    return RoleGrounds(
+        worker_id=worker.worker_id,
+        role=worker.role,
+        becomes=role,
+        seq=state.seq,
+        at_ns=state.at_ns,
+        advised=policy.elastic == "advise",
+        reason=reason,
+        arriving={name: need.arriving for name, need in needs.items()},
+        present={name: need.present for name, need in needs.items()},
+        workers={name: need.workers for name, need in needs.items()},
+        load_before=full,
+        load_after=then,
+        held_ns=state.at_ns - state.demand.wants_since_ns,
+        window_ns=policy.elastic_window_ns,
+        requests=seen.requests,
+        prefill_ns=seen.prefill_ns,
+        answer_tokens=seen.answer_tokens,
+        done_ns=done_ns(state, worker)[1],
+        others={one.worker_id: done_ns(state, one)[1] for one in mates},
+    )

@@ -1,5 +1,5 @@
-"""Every finished prefill teaches what its worker takes, and heartbeats of decode workers what their steps take: the own
-part by the fit, attention elsewhere by its price.
+"""Learning: every arrival teaches what is offered, every finished prefill what its worker takes, and heartbeats of
+decode workers what their steps take: the own part by the fit, attention elsewhere by its price.
 
 What a step waits for attention elsewhere is not the worker's own cost, and is taken off before the fit. Where all KV is
 elsewhere, the parts of a step are known from what was measured, and only what they add up to is corrected. Both know
@@ -8,14 +8,57 @@ who holds what for the batch as it is now, so heartbeats teach while the batch h
 
 from __future__ import annotations
 
+from halfmoon.conductor.core.admission import Placement, Refusal
 from halfmoon.conductor.core.corrections import fitted_cost, set_fitted, step_seen
 from halfmoon.conductor.core.objectives import learned
+from halfmoon.conductor.core.placement.costed import Costed
 from halfmoon.conductor.core.placement.prices import lent_price, row_of, step_elsewhere
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
 from halfmoon.conductor.core.state.cost import measured_permille, refit_decode, refit_prefill
+from halfmoon.conductor.core.state.demand import learn_demand
+from halfmoon.conductor.core.state.overload import learn_busy, learn_offered
 from halfmoon.conductor.core.state.records import WorkerRecord
-from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
+from halfmoon.schemas.events import PrefillFinished, RequestArrived, WorkerHeartbeat
+
+
+def arrival_seen(state: State, event: RequestArrived) -> None:
+    """Before a request that has just arrived is decided on: what it finds, and what it asks for again."""
+    state.displaced.ask(state.index, event.block_keys)
+    if state.policy.group_from == "spare":
+        learn_busy(state.offered, state.loads.prefill.busy)
+
+
+def learn_offered_of(state: State, verdict: Placement | Refusal) -> None:
+    """Count what a request that was decided on takes to compute, where that was predicted."""
+    if verdict.predicted.prefill_ns:
+        learn_offered(state.offered, verdict.predicted.prefill_ns, state.at_ns)
+
+
+def learn_arrival(costed: Costed, verdict: Placement | Refusal) -> None:
+    """Count also the demand of a request that has just arrived on both pools, whether it is placed or not."""
+    state, event = costed.state, costed.request
+    learn_offered_of(state, verdict)
+    if isinstance(verdict, Refusal):
+        alone_ns, limits = verdict.predicted.prefill_ns, verdict.limits
+        if verdict.reason == "too_long" or (limits is not None and alone_ns > limits.ttft_ns):
+            return  # no number of workers would serve it
+    elif verdict.mixed:
+        return  # the pools have nothing to do with it
+    # A refusal without a prediction looked at no worker.
+    prefill_ns = verdict.predicted.prefill_ns or state.offered.prefill_ns
+    some = next(iter(state.workers.values()), None)
+    if not prefill_ns and some is not None:
+        prefill_ns = some.cost.prefill_ns(event.prompt_tokens, 0)
+    learn_demand(
+        state.demand,
+        state.at_ns,
+        state.policy.elastic_window_ns,
+        prefill_ns=prefill_ns,
+        prompt_tokens=event.prompt_tokens,
+        answer_tokens=costed.answer_tokens,
+        decode_refused=isinstance(verdict, Refusal) and verdict.reason in ("tbt_slo", "no_room"),
+    )
 
 
 def learn_prefill(

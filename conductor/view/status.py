@@ -8,8 +8,7 @@ from typing import Literal
 import msgspec
 
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement.cache_places import nowhere_to_hold
-from halfmoon.conductor.core.placement.candidates import capacity
+from halfmoon.conductor.core.placement.capacity import capacity, nowhere_to_hold_for
 from halfmoon.conductor.core.pool_needs import pool_needs
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.load_index import queue_ns
@@ -77,7 +76,7 @@ def ssd_counts(state: State) -> dict[str, int]:
 def without_attention(state: State) -> dict[str, str]:
     """Why attention workers can hold no KV for a decode worker, by its id; "": they can, or it keeps its own."""
     return {
-        worker.worker_id: nowhere_to_hold(state, worker)
+        worker.worker_id: nowhere_to_hold_for(state, worker)
         for worker in state.workers.values()
         if worker.batch is not None and worker.prompts is None
     }
@@ -108,7 +107,7 @@ def node_statuses(state: State) -> list[NodeStatus]:
                 slow_wait_ns=slow.waited_ns if slow is not None else 0,
                 slow_expected_ns=slow.expected_ns if slow is not None else 0,
                 groups=worker.batch.groups_seen if worker.batch is not None else 0,
-                no_attention=nowhere_to_hold(state, worker),
+                no_attention=nowhere_to_hold_for(state, worker),
                 splits=splits_of(state.orders[order_id] for order_id in worker.orders),
             )
         )

@@ -12,7 +12,7 @@ import pytest
 
 from halfmoon.conductor.core import machine, moves
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement import cache_places, part_choice
+from halfmoon.conductor.core.placement import parts
 from halfmoon.schemas.lending import KvPart
 from halfmoon.workers.decode.lenders import Lenders
 from halfmoon.workers.decode.sequence import DecodeSequence
@@ -100,8 +100,8 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
         "I33 |I83 ",
     ),
     (moves, "slow_mark", none_is_slow, ("moves", "slow holders"), "I93 moves"),
-    (part_choice, "slow_mark", none_is_slow, ("attention", "slow holders"), "I93 placed"),
-    (part_choice, "slow_mark", none_is_slow, ("lending", "slow holders"), "I93 placed"),
+    (parts, "slow_mark", none_is_slow, ("attention", "slow holders"), "I93 placed"),
+    (parts, "slow_mark", none_is_slow, ("lending", "slow holders"), "I93 placed"),
     (
         machine,
         "judge_places",
@@ -118,7 +118,7 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
         ("splits",),
         "I96 attends",
     ),
-    (cache_places, "free_blocks", lambda worker: worker.kv_blocks, ("splits",), "I34 "),
+    (parts, "free_blocks", lambda worker: worker.kv_blocks, ("splits",), "I34 "),
 ]
 
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from halfmoon.conductor.core import loans, machine, membership, moves, reconcile, resume, roles
-from halfmoon.conductor.core.placement import cache_places, lending
+from halfmoon.conductor.core.placement import parts
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.store.pool.pool import Pool
@@ -151,7 +151,7 @@ def test_a_full_queue_that_takes_more_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_room_at_a_lender_that_is_promised_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending, "free_blocks", lambda worker: worker.kv_blocks)
+    monkeypatch.setattr(parts, "free_blocks", lambda worker: worker.kv_blocks)
     fails("I34 ", "lending")
 
 
@@ -195,7 +195,7 @@ def test_an_owner_whose_room_does_not_grow_is_found(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_room_at_an_attention_worker_that_is_booked_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_places, "free_blocks", lambda worker: worker.kv_blocks)
+    monkeypatch.setattr(parts, "free_blocks", lambda worker: worker.kv_blocks)
     fails("I34 ", "splits")
 
 

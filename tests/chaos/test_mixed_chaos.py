@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from halfmoon.conductor.core import orders
+from halfmoon.conductor.core import booking
 from halfmoon.workers.mixed.state import MixedState
 from tests.chaos.mixed_workers import MixedWorker
 from tests.chaos.searching import fails, shows
@@ -29,7 +29,7 @@ def test_a_table_that_is_read_when_its_request_may_be_gone_is_found(monkeypatch:
 
 
 def test_a_prompt_whose_time_stays_booked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = orders.free_prefill
+    whole = booking.free_prefill
 
     def forgets(state: Any, order: Any) -> None:
         if order.mixed and order.phase == "prefill":
@@ -37,7 +37,7 @@ def test_a_prompt_whose_time_stays_booked_is_found(monkeypatch: pytest.MonkeyPat
         else:
             whole(state, order)
 
-    monkeypatch.setattr(orders, "free_prefill", forgets)
+    monkeypatch.setattr(booking, "free_prefill", forgets)
     fails("I4 ", "mixed")
 
 

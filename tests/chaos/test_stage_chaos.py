@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from halfmoon.conductor.core import orders, stages
+from halfmoon.conductor.core import booking
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.stage_job import StageJob
 from tests.chaos.searching import fails, shows
@@ -48,11 +48,11 @@ def a_stage_that_is_gone_is_waited_for(self: Job, event: Any, out: Any) -> None:
     """Nobody is told."""
 
 
-whole_free, whole_cancel = stages.free_stage, StageJob.cancel
+whole_free, whole_cancel = booking.free_stage, StageJob.cancel
 PLANTED = [
-    (stages, "free_stage", a_parts_time_stays_booked, "I18 "),
-    (stages, "free_stage", a_part_is_free_before_its_time, "I5 |I6 "),
-    (orders, "give_stages", a_part_is_never_given, "I94 parts"),
+    (booking, "free_stage", a_parts_time_stays_booked, "I18 "),
+    (booking, "free_stage", a_part_is_free_before_its_time, "I5 |I6 "),
+    (booking, "give_stages", a_part_is_never_given, "I94 parts"),
     (StageJob, "cancel", a_cancelled_part_is_answered, "I89 "),
     (StageJob, "step", a_part_that_is_over_keeps_its_turn, "I87 orders at [pd]"),
     (Job, "_stage_lost", a_stage_that_is_gone_is_waited_for, "I87 orders at [pd]"),

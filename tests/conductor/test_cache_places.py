@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from halfmoon.cli.status import describe
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement.candidates import capacity
+from halfmoon.conductor.core.placement.capacity import capacity
 from halfmoon.conductor.core.state.records import splits_of
 from halfmoon.conductor.live.metrics import ConductorMetrics, Tally
 from halfmoon.conductor.replay.explain import decode_rows, remarks

@@ -14,8 +14,9 @@ from conductor_scripts import MS, PROFILE, Script, arrived, keys, prefill, store
 from random_clusters import Cluster
 
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement.best_first import earliest_first_token, shortest_step
-from halfmoon.conductor.core.placement.candidates import candidates, decode_candidates
+from halfmoon.conductor.core.placement.best_first import earliest_first_token
+from halfmoon.conductor.core.placement.candidates import candidates
+from halfmoon.conductor.core.placement.decode_candidates import decode_candidates, shortest_step
 from halfmoon.conductor.core.placement.policies import (
     EARLIEST_TOKEN,
     EARLIEST_TOKEN_WITH_COPIES,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conductor_scripts import MS, S, Script, arrived, decode, finished, prefill, prefilled, worker
 
-from halfmoon.conductor.core import elastic
+from halfmoon.conductor.core import roles
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.pool_needs import pool_needs
 from halfmoon.conductor.replay.explain import role_changed
@@ -84,7 +84,7 @@ class Cluster:
             while self.due and self.due[0][0] <= self.script.now_ns:
                 self.tell(heapq.heappop(self.due)[2])
             for key, at_ns in sorted(self.script.core.timers.items()):
-                if key == elastic.TIMER and at_ns <= self.script.now_ns:
+                if key == roles.TIMER and at_ns <= self.script.now_ns:
                     self.tell(TimerFired(key=key, at_ns=at_ns))
             for record in list(self.state.workers.values()):
                 if record.change.becomes and not record.orders:
@@ -142,11 +142,11 @@ def test_nothing_changes_without_a_planner_nor_where_workers_may_not() -> None:
         cluster = Cluster(2, 6, **policy)
         cluster.serve(30, 200 * MS, LONG, 10)
         assert cluster.changes == []
-    assert elastic.TIMER in cluster.script.core.timers
+    assert roles.TIMER in cluster.script.core.timers
     script = Script(prefill(), prefill(1), decode(), decode(1), elastic="on")
     script(FrontendJoined(frontend_id="f1", incarnation="i1"))
     script(arrived("r1"))
-    assert elastic.TIMER not in script.core.timers
+    assert roles.TIMER not in script.core.timers
 
 
 def test_the_last_of_a_role_stays_and_one_changes_at_a_time() -> None:

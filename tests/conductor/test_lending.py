@@ -17,7 +17,7 @@ from conductor_scripts import (
 from msgspec.structs import replace
 
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement.candidates import capacity
+from halfmoon.conductor.core.placement.capacity import capacity
 from halfmoon.schemas.codec import decode as decode_message
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.decisions import CancelOrder, Decision, RejectRequest, StartDecode

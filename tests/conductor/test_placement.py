@@ -25,7 +25,8 @@ from conductor_scripts import (
     stored,
 )
 
-from halfmoon.conductor.core.placement.candidates import candidates, decode_candidates
+from halfmoon.conductor.core.placement.candidates import candidates
+from halfmoon.conductor.core.placement.decode_candidates import decode_candidates
 from halfmoon.conductor.core.placement.measures import Candidate
 from halfmoon.conductor.core.placement.prefix_match import match_prefix
 from halfmoon.conductor.core.state.core_state import State

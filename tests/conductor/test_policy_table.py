@@ -9,7 +9,8 @@ import pytest
 from conductor_scripts import Script, arrived, decode, keys, prefill, stored
 
 from halfmoon.conductor.core.explanation import Explanation
-from halfmoon.conductor.core.placement.best_first import earliest_first_token, shortest_step
+from halfmoon.conductor.core.placement.best_first import earliest_first_token
+from halfmoon.conductor.core.placement.decode_candidates import shortest_step
 from halfmoon.conductor.core.placement.measures import (
     FIRST_TOKEN,
     ORDERS,

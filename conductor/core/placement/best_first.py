@@ -1,28 +1,25 @@
-"""Branch and bound: the candidate that a policy would take, found without costing every worker.
+"""Branch and bound: the prefill candidate that a policy would take, found without costing every worker.
 
 In a large cluster nearly all workers are passed over. A lower bound, cheap to compute, says how good a worker can be at
 best; workers are costed in the order of their bounds, until the next bound is no better than the best cost so far. The
 answer is that of looking at all of them: tests compare the two, on random logs.
 
-Only the orders of choice `EARLIEST_TOKEN`, `EARLIEST_TOKEN_WITH_COPIES` and `SHORTEST_STEP` have bounds.
+Only the orders of choice `EARLIEST_TOKEN` and `EARLIEST_TOKEN_WITH_COPIES` have bounds.
 """
 
 from __future__ import annotations
 
-import msgspec
-
 from halfmoon.conductor.core.placement.candidates import (
     cached_blocks_max,
     candidate_of,
+    candidates,
     copies_ns,
-    decode_candidate_of,
 )
 from halfmoon.conductor.core.placement.fetch_plan import Prompt, plan_on_expected_links
-from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
+from halfmoon.conductor.core.placement.measures import Candidate
 from halfmoon.conductor.core.placement.policies import (
     EARLIEST_TOKEN,
     EARLIEST_TOKEN_WITH_COPIES,
-    SHORTEST_STEP,
     PolicyRules,
     rules_of,
 )
@@ -46,7 +43,17 @@ NEVER: Rank = (NEVER_NS, 0, 0, 0)
 NO_BOUND: Rank = (0, 0, 0, 0)
 
 
-# --- prefill: the earliest first token ----------------------------------------------------------------------
+def prefills_to_choose_from(
+    state: State, request: RequestArrived, match: PrefixMatch, now_ns: int
+) -> tuple[list[Candidate], int]:
+    """The candidate that the policy would take, where it is known without looking at all, else all; and how many there
+    are in all.
+    """
+    best = earliest_first_token(state, request, match, now_ns)
+    if best is not None:
+        return [best], len(state.loads.prefill.rows)
+    found = candidates(state, request, match, now_ns)
+    return found, len(found)
 
 
 def earliest_first_token(
@@ -184,51 +191,3 @@ class _IdleBound:
                 first_token_ns, transfer_ns = plan.ttft_ns, plan.transfer_ns
         first_token_ns += copies_ns(state, worker.cost, worker.block_tokens, min(match.longest, limit))
         return first_token_ns, transfer_ns
-
-
-# --- decode: the shortest step ------------------------------------------------------------------------------
-
-
-class ShortestStep(msgspec.Struct):
-    """The decode worker with the shortest step among those with room; no worker's step is longer than `tbt_ns_max`."""
-
-    best: DecodeCandidate
-    tbt_ns_max: int
-
-
-def shortest_step(
-    state: State, request: RequestArrived, match: PrefixMatch, answer_tokens: int
-) -> ShortestStep | None:
-    """The candidate that `choose_decode` would take of all those with room.
-
-    None when it is not known here: the policy chooses otherwise, workers differ in what they can hold, or none has
-    room. Then all must be looked at.
-    """
-    index = state.loads.decode
-    context = request.prompt_tokens + answer_tokens
-    if rules_of(state).decode != SHORTEST_STEP or not index.block_tokens:
-        return None
-    if state.loads.priced:  # rows do not know what a step waits for
-        return None
-    if request.prompt_tokens + request.max_tokens > index.tokens_max:
-        return None
-    blocks = -(-context // index.block_tokens)
-    # Rows know the step without this request's context, which adds at least and at most this much. (One ns more, since
-    # both parts were cut to whole ns.)
-    least_ns = index.least.decode_per_context_token_ps * context // 1_000
-    most_ns = index.most.decode_per_context_token_ps * context // 1_000 + 1
-    limit_ns = NEVER_NS
-    near = []
-    for step_ns, place in index.by_load:
-        if step_ns > limit_ns:
-            break
-        if index.rows[place].blocks_free >= blocks:
-            limit_ns = min(limit_ns, step_ns + most_ns - least_ns)
-            worker = index.workers[place]
-            sequences, held = len(worker.orders), match.held.get(worker.node_id, 0)
-            tbt_ns = worker.cost.step_ns(sequences + 1, worker.context_tokens + context)
-            near.append((tbt_ns, -held, sequences, place))
-    if not near:
-        return None
-    best = index.workers[min(near)[-1]]
-    return ShortestStep(decode_candidate_of(state, best, match, context), index.by_load[-1][0] + most_ns)

@@ -1,7 +1,7 @@
 """Fetch plans: whether blocks of a prompt are fetched to a prefill worker, up to where, and from which node.
 
-Three rules, of which a policy has one: `best_plan` (ours), `plan_as_printed` (the paper's), `plan_from_own_ssd` (for
-policies that move nothing between nodes).
+Three rules, of which a policy has one (`plan_by`): `best_plan` (ours), `plan_as_printed` (the paper's),
+`plan_from_own_ssd` (for policies that move nothing between nodes).
 
 Source: Mooncake (FAST'25), Algorithm 1, for the choice between fetching and computing; partial fetch, the cost of
 both branches, layer-wise overlap and SSD are ours.
@@ -10,6 +10,8 @@ both branches, layer-wise overlap and SSD are ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Literal, assert_never
 
 import msgspec
 
@@ -18,6 +20,9 @@ from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.cost import LINK_STALE_NS, Link, transfer_ns
 from halfmoon.conductor.core.state.records import WorkerRecord
 
+#: `cheapest`: any part of the prefix, from whichever holder gives the earliest first token. `as_printed`: all of the
+#: longest prefix, as in the paper. `local_only`: nothing moves between nodes.
+FetchRule = Literal["cheapest", "as_printed", "local_only"]
 #: Destination, source: bandwidths that were measured.
 Links = Mapping[str, Mapping[str, Link]]
 
@@ -49,6 +54,33 @@ class FetchPlan(msgspec.Struct):
     sharing: int
     from_ssd: bool
     first_block: int
+
+
+def plan_by(rule: FetchRule, state: State, prompt: Prompt, computed_ns: int) -> FetchPlan | None:
+    """The fetch plan by a policy's rule; None when computing, done after `computed_ns`, is as early."""
+    match rule:
+        case "cheapest":
+            plan = best_plan(state, prompt)
+        case "local_only":
+            plan = plan_from_own_ssd(state, prompt)
+        case "as_printed":
+            # The printed rule compares lengths of prefixes only: its plan is taken though computing may be faster.
+            return plan_as_printed(state, prompt)
+        case _:
+            assert_never(rule)
+    return plan if plan is not None and plan.ttft_ns < computed_ns else None
+
+
+def replicas_of(match: PrefixMatch, blocks: int, count: int, *but: str) -> list[str]:
+    """Up to `count` nodes that have the first `blocks` in DRAM, longest prefix first, without those in `but`."""
+    if not count:
+        return []
+    held = (
+        source.node_id
+        for source in match.sources(blocks - 1)
+        if source.dram_blocks >= blocks and source.node_id not in but
+    )
+    return list(islice(held, count))
 
 
 def best_plan(state: State, prompt: Prompt) -> FetchPlan | None:

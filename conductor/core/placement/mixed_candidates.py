@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from halfmoon.conductor.core.placement.candidates import candidate_of, decode_candidate_of, decode_fits
+from halfmoon.conductor.core.placement.candidates import candidate_of
+from halfmoon.conductor.core.placement.decode_candidates import decode_candidate_of, decode_fits
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch
 from halfmoon.conductor.core.state.core_state import State
@@ -54,8 +55,6 @@ def mixed_candidates(
     """Every mixed worker that could take the request, by id. Workers in `avoid` are left out unless there are no
     others.
     """
-    if state.policy.mixed_choice == "never":
-        return []
     fitting = [worker for worker in state.loads.mixed.workers if decode_fits(state, worker, request)]
     workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
     return [_candidate_of(state, worker, request, match, now_ns, answer_tokens) for worker in workers]

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Generic, Literal, assert_never
+from typing import Generic, assert_never
 
 import msgspec
 
+from halfmoon.conductor.core.placement.fetch_plan import FetchRule
 from halfmoon.conductor.core.placement.measures import (
     BLOCKS_TIMES_BATCH,
     FIRST_TOKEN,
@@ -38,10 +39,6 @@ from halfmoon.conductor.core.placement.measures import (
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import Half
 from halfmoon.schemas.policy import PolicyName
-
-#: `cheapest`: any part of the prefix, from whichever holder gives the earliest first token. `as_printed`: all of the
-#: longest prefix, as in the paper. `local_only`: nothing moves between nodes.
-FetchRule = Literal["cheapest", "as_printed", "local_only"]
 
 
 class Least(msgspec.Struct, Generic[C], frozen=True):
