@@ -15,6 +15,7 @@ import msgspec
 from halfmoon.cli.options import OptionInvalid, add_config, read_option_file
 from halfmoon.cli.policy import changed
 from halfmoon.conductor.core.step_output import explain_all
+from halfmoon.conductor.plugins import install_plugins, installed
 from halfmoon.conductor.replay import state_text, whatif
 from halfmoon.conductor.replay.explain import explained, role_changed
 from halfmoon.conductor.replay.histories import request_histories
@@ -54,6 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Exit status 0; 1 when a decision differs."""
+    install_plugins()
     log = LogFile(Path(args.file))
     if args.until is not None and args.until < log.header.first_seq:
         raise OptionInvalid(f"--until {args.until}: the log begins at {log.header.first_seq}")
@@ -126,7 +128,7 @@ def _policy(file: str, policy: Policy) -> Policy:
     """`policy` with the keys that the file has, as `halfmoon policy set` takes them."""
     try:
         values = tomllib.loads(read_option_file("--what-if", file))
-        return changed(policy, [f"{key}={value}" for key, value in values.items()])
+        return changed(policy, [f"{key}={value}" for key, value in values.items()], installed())
     except (ValueError, RecursionError, OptionInvalid) as problem:
         text = str(problem).removeprefix("policy set ").removeprefix(f"--what-if {file}: ")
         raise OptionInvalid(f"--what-if {file}: {text}") from None
