@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plugin_packages import FEWEST_ORDERS, example_package, nothing_installed, package, site_of
+import yaml
+from plugin_packages import EXAMPLE, FEWEST_ORDERS, example_package, nothing_installed, package, site_of
 from recorded import HEADER, saved, status_of
 
 from halfmoon.cli.options import OptionInvalid
@@ -142,6 +143,49 @@ def test_simulate_and_the_conductor_take_the_name(site: Path, tmp_path: Path, ca
         assert told.endswith(", sticky, fewest-orders@1\n")
 
 
+def policy_ci(site: Path, tmp_path: Path, capsys: Said, name: str) -> tuple[list[int], list[str]]:
+    """Exit statuses of the example workflow's replays for a policy of this name, and what they said of losses."""
+    log = tmp_path / "recorded.jsonl.zst"
+    workflow = yaml.safe_load((EXAMPLE / "policy-ci.yaml").read_text())
+    lines = [step["run"].split() for step in workflow["jobs"]["policy"]["steps"] if "run" in step]
+    replays = [words[1:] for words in lines if words[0] == "halfmoon"]
+    example = (EXAMPLE / "policy.toml").read_text()
+    assert '"fewest-orders"' in example
+    (tmp_path / "policy.toml").write_text(example.replace("fewest-orders", name))
+    statuses = []
+    for words in replays:
+        files = {each: str(tmp_path / each) for each in (log.name, "policy.toml")}
+        statuses.append(status_of(*(files.get(word, word) for word in words)))
+    said = capsys.readouterr().err.splitlines()
+    return statuses, [line.partition("--no-worse 2: ")[2] for line in said if "--no-worse" in line]
+
+
+def test_policy_ci_refuses_what_loses_in_time_or_by_refusing(
+    site: Path, tmp_path: Path, capsys: Said
+) -> None:
+    brought(site, "first", "POLICY = plugin('first', '1', lambda c: 0)\n")
+    log = tmp_path / "recorded.jsonl.zst"
+    recorded(log, Policy(ttft_slo_ns=3_000_000_000, admission="none"))
+    assert policy_ci(site, tmp_path, capsys, "fewest-orders") == ([0, 0, 0], [])
+    statuses, losses = policy_ci(site, tmp_path, capsys, "first")
+    assert statuses == [0, 1, 1]
+    assert [loss.partition(":")[0] for loss in losses] == [
+        "first token, p90",
+        "both objectives held",
+        "first token, mean",
+        "both objectives held",
+    ]
+    # Who refuses what takes long has the best times, and is worse.
+    (tmp_path / "policy.toml").write_text('admission = "predicted"\nttft_slo_ns = "400ms"\n')
+    assert status_of("replay", log, "--what-if", tmp_path / "policy.toml", "--no-worse", "2") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("halfmoon: --no-worse 2: both objectives held: ")
+    assert status_of("replay", log, "--what-if", tmp_path / "policy.toml", "--no-worse", "100") == 0
+    capsys.readouterr()
+    assert status_of("replay", log, "--no-worse", "2") == 1
+    assert "--no-worse 2: a share that a policy of --what-if may lose" in capsys.readouterr().err
+
+
 def test_a_measure_that_fails_is_contained_and_named(
     site: Path, tmp_path: Path, capsys: Said, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,6 +203,12 @@ def test_a_measure_that_fails_is_contained_and_named(
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
     assert told[0].startswith("policy raises@1, measure 'number': ZeroDivisionError integer division")
+    capsys.readouterr()
+    recorded(log, Policy(admission="none"))
+    for name, why in (("raises", "ZeroDivisionError"), ("halves", "float, no int")):
+        statuses, losses = policy_ci(site, tmp_path, capsys, name)
+        assert statuses == [0, 1, 1]
+        assert f"policy {name}@1, measure 'number': {why} (" in losses[-1]
 
 
 BAD: list[tuple[str, str, str]] = [
