@@ -5,7 +5,7 @@ A change at run time is an event too (`PolicyChanged`), so that replay sees it a
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
@@ -23,6 +23,9 @@ PolicyName = Literal[
     "lmetric",
     "sticky",
 ]
+#: A version of a policy that another package brings (entry points `halfmoon.policies`): NAME@VERSION.
+PLUGIN_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}@[0-9A-Za-z][0-9A-Za-z.+_-]{0,63}"
+PolicyTitle = Annotated[str, Meta(pattern=rf"^({'|'.join(get_args(PolicyName))}|{PLUGIN_PATTERN})$(?!\n)")]
 #: Where there are mixed workers and pairs of others: whichever is predicted to be better, mixed workers while they take
 #: it, or never a mixed one.
 MixedChoice = Literal["predicted", "preferred", "never"]
@@ -38,7 +41,7 @@ ElasticMode = Literal["off", "advise", "on"]
 class Policy(Part, frozen=True):
     """How requests are placed and refused. Every field has a default that suits `halfmoon up`."""
 
-    name: PolicyName = "halfmoon"
+    name: PolicyTitle = "halfmoon"
     admission: AdmissionName = "predicted"
     #: Fetch when best_prefix > local_prefix * threshold (in percent; 100 = fetch whenever it is cheaper).
     fetch_threshold_percent: Annotated[int, Meta(ge=100, le=100_000)] = 100
