@@ -19,14 +19,7 @@ from halfmoon.conductor.core.state.cost import measured_permille, refit_decode, 
 from halfmoon.conductor.core.state.demand import learn_demand
 from halfmoon.conductor.core.state.overload import learn_busy, learn_offered
 from halfmoon.conductor.core.state.records import WorkerRecord
-from halfmoon.schemas.events import PrefillFinished, RequestArrived, WorkerHeartbeat
-
-
-def arrival_seen(state: State, event: RequestArrived) -> None:
-    """Before a request that has just arrived is decided on: what it finds, and what it asks for again."""
-    state.displaced.ask(state.index, event.block_keys)
-    if state.policy.group_from == "spare":
-        learn_busy(state.offered, state.loads.prefill.busy)
+from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
 
 
 def learn_offered_of(state: State, verdict: Placement | Refusal) -> None:
@@ -36,9 +29,14 @@ def learn_offered_of(state: State, verdict: Placement | Refusal) -> None:
 
 
 def learn_arrival(costed: Costed, verdict: Placement | Refusal) -> None:
-    """Count also the demand of a request that has just arrived on both pools, whether it is placed or not."""
+    """Count also what a request that has just arrived found busy, which of its blocks were displaced, and its demand on
+    both pools, whether it is placed or not.
+    """
     state, event = costed.state, costed.request
     learn_offered_of(state, verdict)
+    if state.policy.group_from == "spare":
+        learn_busy(state.offered, state.loads.prefill.busy)
+    state.displaced.ask(state.index, event.block_keys)
     if isinstance(verdict, Refusal):
         alone_ns, limits = verdict.predicted.prefill_ns, verdict.limits
         if verdict.reason == "too_long" or (limits is not None and alone_ns > limits.ttft_ns):
