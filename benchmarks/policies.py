@@ -63,7 +63,13 @@ def measure(run: Run) -> Measured:
     report = simulate(
         arrivals[: run.requests] if run.requests else arrivals,
         ClusterShape(prefill=WORKERS, decode=WORKERS, block_tokens=512),
-        Policy(name=run.policy, admission="none", prefill_group=run.group),
+        Policy(
+            name=run.policy,
+            admission="none",
+            copies_price="displaced",
+            prefill_group=run.group,
+            group_from="spare",
+        ),
         PROFILES[PROFILE],
         RunOptions(speed=run.speed),
     )

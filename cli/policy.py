@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
+from collections.abc import Sequence
 
 import msgspec
 import orjson
@@ -17,6 +18,7 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerUnreachable, StreamRefused
 from halfmoon.bus.jetstream import NO_STREAM
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, existing_streams
+from halfmoon.conductor.plugins import policy_title
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import one_line
 from halfmoon.schemas.events import PolicyChanged
@@ -50,9 +52,10 @@ async def run(args: argparse.Namespace) -> int:
         )
     bus = await operator_bus(args, "policy")
     try:
-        policy = (await conductor_status(bus)).policy
+        status = await conductor_status(bus)
+        policy = status.policy
         if args.changes:
-            policy = changed(policy, args.changes)
+            policy = changed(policy, args.changes, status.plugins)
             await _put_in_force(bus, policy)
     finally:
         await bus.close()
@@ -75,8 +78,10 @@ async def operator_bus(args: argparse.Namespace, name: str) -> Bus:
         raise OptionInvalid(NO_CONDUCTOR) from None  # none has ever been there
 
 
-def changed(policy: Policy, changes: list[str]) -> Policy:
-    """`policy` with each KEY=VALUE. Raises OptionInvalid, naming the key."""
+def changed(policy: Policy, changes: list[str], plugins: Sequence[str] = ()) -> Policy:
+    """`policy` with each KEY=VALUE; `plugins`: titles of those that may be named. Raises OptionInvalid, naming the
+    key.
+    """
     values, new = msgspec.structs.asdict(policy), policy
     for change in changes:
         key, equals, text = change.partition("=")
@@ -90,6 +95,8 @@ def changed(policy: Policy, changes: list[str]) -> Policy:
         if key == "heartbeat_ns":
             raise OptionInvalid("policy set heartbeat_ns: it is the processes' own, and stays as it is")
         try:
+            if key == "name":
+                text = policy_title(text, plugins)
             values[key] = _read(key, text) if isinstance(values[key], int) else text
             new = msgspec.convert(values, Policy)
         except ValueError as problem:

@@ -9,12 +9,14 @@ import gzip
 import sys
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
 from halfmoon.cli.options import OptionInvalid, add_config, read_option_file
 from halfmoon.cli.policy import changed
 from halfmoon.conductor.core.step_output import explain_all
+from halfmoon.conductor.plugins import failed, install_plugins, installed
 from halfmoon.conductor.replay import state_text, whatif
 from halfmoon.conductor.replay.explain import explained, role_changed
 from halfmoon.conductor.replay.histories import request_histories
@@ -24,6 +26,7 @@ from halfmoon.conductor.replay.perfetto import trace
 from halfmoon.conductor.replay.text import message
 from halfmoon.conductor.replay.timeline import timeline
 from halfmoon.conductor.replay.verify import Divergence, Replay, Verification, verify
+from halfmoon.conductor.replay.whatif import Figure
 from halfmoon.schemas.policy import Policy
 
 
@@ -48,15 +51,32 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--what-if", default="", metavar="POLICY", help="simulate the arrivals under a policy (.toml)"
     )
+    parser.add_argument(
+        "--no-worse",
+        type=float,
+        metavar="PERCENT",
+        help="with --what-if: exit status 1 where the policy loses more than so much to the recorded one",
+    )
+    parser.add_argument(
+        "--no-worse-at",
+        choices=get_args(Figure),
+        default="p90",
+        help="of the times to and between tokens, the figure that --no-worse compares",
+    )
     parser.add_argument("--json", action="store_true")
     add_config(parser)
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Exit status 0; 1 when a decision differs."""
+    """Exit status 0; 1 when a decision differs, or a policy is worse than `--no-worse` allows."""
+    install_plugins()
     log = LogFile(Path(args.file))
     if args.until is not None and args.until < log.header.first_seq:
         raise OptionInvalid(f"--until {args.until}: the log begins at {log.header.first_seq}")
+    if args.no_worse is not None and not (args.what_if and args.no_worse >= 0):
+        raise OptionInvalid(
+            f"--no-worse {args.no_worse:g}: a share that a policy of --what-if may lose, 0 or more"
+        )
     wanted = [name for name in ("state", "explain", "what_if") if getattr(args, name)]
     if len(wanted) > 1 or (wanted and (args.html or args.perfetto)):
         raise OptionInvalid("--state, --explain, --what-if, and --html with --perfetto: one at a time")
@@ -119,14 +139,24 @@ def _what_if(args: argparse.Namespace, log: LogFile) -> int:
         print(msgspec.json.encode(found).decode())
     else:
         print(whatif.described(found, Path(args.what_if).stem))
-    return _warned(replay)
+    return max(_warned(replay), _judged(args, found))
+
+
+def _judged(args: argparse.Namespace, found: whatif.Comparison) -> int:
+    """Exit status; 1, with a word each, when the policy loses more than `--no-worse` allows, or failed at something."""
+    if args.no_worse is None:
+        return 0
+    losses = [*whatif.losses(found, args.no_worse, args.no_worse_at), *failed(found.what_if.policy)]
+    for loss in losses:
+        print(f"halfmoon: --no-worse {args.no_worse:g}: {loss}", file=sys.stderr)
+    return 1 if losses else 0
 
 
 def _policy(file: str, policy: Policy) -> Policy:
     """`policy` with the keys that the file has, as `halfmoon policy set` takes them."""
     try:
         values = tomllib.loads(read_option_file("--what-if", file))
-        return changed(policy, [f"{key}={value}" for key, value in values.items()])
+        return changed(policy, [f"{key}={value}" for key, value in values.items()], installed())
     except (ValueError, RecursionError, OptionInvalid) as problem:
         text = str(problem).removeprefix("policy set ").removeprefix(f"--what-if {file}: ")
         raise OptionInvalid(f"--what-if {file}: {text}") from None

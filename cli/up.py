@@ -21,7 +21,7 @@ from halfmoon.cli.local.cluster import LocalCluster
 from halfmoon.cli.local.credentials import credentials_of
 from halfmoon.cli.options import DEFAULT_CLUSTER, OptionInvalid, add_bus, add_config, state_directory
 from halfmoon.cli.processes.lifecycle import raise_open_files_limit
-from halfmoon.cli.processes.options import PolicyOptions
+from halfmoon.cli.processes.options import PolicyOptions, policy_of
 from halfmoon.cli.run_file import RunFile
 from halfmoon.cli.shared_options import ModelOptions, SharedOptions
 from halfmoon.cli.tracing import check_endpoint
@@ -97,6 +97,7 @@ async def run(args: argparse.Namespace) -> int:
         args.policy = "local_cache_aware"
     for kind in OPTIONS:
         options_of(kind, args)
+    policy_of(args)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", args.cluster):
         raise OptionInvalid(f"--cluster {args.cluster}: letters, digits, - and _, at most 64")
     check_endpoint(args)

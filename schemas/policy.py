@@ -5,7 +5,7 @@ A change at run time is an event too (`PolicyChanged`), so that replay sees it a
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
@@ -23,10 +23,17 @@ PolicyName = Literal[
     "lmetric",
     "sticky",
 ]
+#: A version of a policy that another package brings (entry points `halfmoon.policies`): NAME@VERSION.
+PLUGIN_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}@[0-9A-Za-z][0-9A-Za-z.+_-]{0,63}"
+PolicyTitle = Annotated[str, Meta(pattern=rf"^({'|'.join(get_args(PolicyName))}|{PLUGIN_PATTERN})$(?!\n)")]
 #: Where there are mixed workers and pairs of others: whichever is predicted to be better, mixed workers while they take
 #: it, or never a mixed one.
 MixedChoice = Literal["predicted", "preferred", "never"]
 AdmissionName = Literal["predicted", "early", "late", "none"]
+#: What a copy of blocks costs: what blocks save on average, or what the displaced ones are seen to have saved.
+CopiesPrice = Literal["reuse", "displaced"]
+#: Who may join a group: every idle prefill worker, or so many that those who are busy on average find as many again.
+GroupFrom = Literal["idle", "spare"]
 #: Whether the conductor changes roles of workers by load: never, or it says what it would change, or it does.
 ElasticMode = Literal["off", "advise", "on"]
 
@@ -34,7 +41,7 @@ ElasticMode = Literal["off", "advise", "on"]
 class Policy(Part, frozen=True):
     """How requests are placed and refused. Every field has a default that suits `halfmoon up`."""
 
-    name: PolicyName = "halfmoon"
+    name: PolicyTitle = "halfmoon"
     admission: AdmissionName = "predicted"
     #: Fetch when best_prefix > local_prefix * threshold (in percent; 100 = fetch whenever it is cheaper).
     fetch_threshold_percent: Annotated[int, Meta(ge=100, le=100_000)] = 100
@@ -61,6 +68,8 @@ class Policy(Part, frozen=True):
     #: Objectives that no request names are not below twice what it takes alone, and at an idle worker a prediction that
     #: nothing recent supports refuses nothing. As in older logs: whatever is predicted above the objective is refused.
     idle_served: bool = False
+    #: By what a copy of blocks is priced that another node has; in older logs: by reuse.
+    copies_price: CopiesPrice = "reuse"
     #: Expected of a transfer between two nodes until one was measured: bandwidth of a link, of an SSD, and latency.
     link_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 2_000_000_000
     ssd_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 500_000_000
@@ -113,6 +122,8 @@ class Policy(Part, frozen=True):
     #: computes its own alone. And what each further one must take off the time of computing it, in percent.
     prefill_group: Annotated[int, Meta(ge=1, le=64)] = 1
     group_gain_percent: Annotated[int, Meta(ge=1, le=99)] = 10
+    #: Which idle ones; in older logs: all.
+    group_from: GroupFrom = "idle"
     #: Conductors compare their states after every so many events.
     digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
 

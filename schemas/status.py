@@ -110,6 +110,8 @@ class ConductorStatus(Message, frozen=True):
     #: It has read all of the log that there was when it started.
     caught_up: bool
     policy: Policy
+    #: Policies of other packages that are installed there, as the log names them: NAME@VERSION.
+    plugins: list[Text] = []
     #: The model that workers serve; "" while there are none.
     model: str = ""
     block_tokens: Tokens = 0

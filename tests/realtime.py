@@ -34,6 +34,7 @@ FILES = {
     "conductor/test_copies.py",
     "conductor/test_digests.py",
     "conductor/test_live.py",
+    "conductor/test_live_plugins.py",
     "conductor/test_policy_command.py",
     "fuzz/test_fuzz.py",
     "replay/test_browser.py",

@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "conductor.core.state": {"schemas"},
     "conductor.core.placement": {"conductor.core.state", "schemas"},
     "conductor.core": {"conductor.core.placement", "conductor.core.state", "schemas"},
+    "conductor.plugins": {"conductor.core.placement", "schemas"},
     "conductor.log_reading": {"bus", "conductor.code_version", "conductor.core", "schemas"},
     "conductor.simulation": {"conductor.core", "conductor.core.state", "schemas"},
     "conductor.replay": {
@@ -58,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "conductor.core.placement",
         "conductor.core.state",
         "conductor.log_reading",
+        "conductor.plugins",
         "conductor.replay",
         "schemas",
     },

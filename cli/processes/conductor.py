@@ -26,11 +26,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
+    from halfmoon.conductor.core.placement.policies import PolicyMissing
     from halfmoon.conductor.live import shell
     from halfmoon.conductor.live.digest_exchange import Diverged
     from halfmoon.conductor.live.metrics import ConductorMetrics
     from halfmoon.conductor.log_reading import LogUnreadable
 
+    policy = policy_of(args)
     tracing = start_tracing(args, "conductor", args.id)
     bus = await connect(args, args.id)
     registry = process_registry(bus, role="conductor", process_id=args.id)
@@ -44,13 +46,13 @@ async def run(args: argparse.Namespace) -> int:
         for each in figures:
             await each.refresh()
 
-    running = shell.run(bus, conductor_id=args.id, policy=policy_of(args), started=started, tracing=tracing)
+    running = shell.run(bus, conductor_id=args.id, policy=policy, started=started, tracing=tracing)
     task = asyncio.ensure_future(running)
     say(f"conductor {args.id} follows the log")
     try:
         async with shown(args, registry, refresh):
             await until_stopped(bus, args.health_file, task)
-    except (LogUnreadable, Diverged) as problem:
+    except (LogUnreadable, Diverged, PolicyMissing) as problem:
         say(f"halfmoon: error: {problem}")
         return 1
     finally:

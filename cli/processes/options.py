@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import socket
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, get_args
 
 import msgspec
 
 from halfmoon.cli.declared import options_of
+from halfmoon.cli.options import OptionInvalid
+from halfmoon.schemas.codec import one_line
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import AdmissionName, MixedChoice, Policy, PolicyName
 from halfmoon.schemas.types import option
@@ -29,7 +31,9 @@ class PolicyOptions(PoolOptions, frozen=True, kw_only=True):
 
     title: ClassVar[str] = "policy (of a log that is empty; else the log's own is in force)"
 
-    policy: PolicyName = Policy().name
+    policy: Annotated[
+        str, option(f"{', '.join(get_args(PolicyName))}, or the name of one that is installed", "NAME")
+    ] = Policy().name
     admission: AdmissionName = Policy().admission
     fetch_replicas: Annotated[int, option("other holders named with a fetch; 0: none")] = 2
     hot_transfers: Annotated[int, option("copy a prefix that so many read at once; 0: never")] = 4
@@ -62,7 +66,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
     """Raises OptionInvalid."""
     options = options_of(PolicyOptions, args)
     return Policy(
-        name=options.policy,
+        name=installed_policy("--policy", options.policy),
         admission=options.admission,
         ttft_slo_ns=options.ttft_slo_ms * 1_000_000,
         tbt_slo_ns=options.tbt_slo_ms * 1_000_000,
@@ -74,10 +78,24 @@ def policy_of(args: argparse.Namespace) -> Policy:
         clock_step_ns_max=CLOCK_STEP_NS_MAX,
         arrival_wait_ns_max=int(options.worker_wait_s * SECOND_NS),
         pools_bound=True,
+        copies_price="displaced",
         idle_served=True,
         sources_named=True,
         slow_place_percent=SLOW_PLACE_PERCENT,
         elastic=options.elastic,
         correction_window=CORRECTION_WINDOW,
         prefill_group=options.prefill_group,
+        group_from="spare",
     )
+
+
+def installed_policy(flag: str, name: str) -> str:
+    """The log's name for the policy `name`, of the table or installed. Raises OptionInvalid, naming the flag."""
+    # A command whose options are right needs no core.
+    from halfmoon.conductor.plugins import install_plugins, installed, policy_title
+
+    install_plugins()
+    try:
+        return policy_title(name, installed())
+    except ValueError as problem:
+        raise OptionInvalid(f"{flag} {one_line(name)}: {problem}") from None

@@ -14,6 +14,7 @@ import orjson
 from tqdm import tqdm
 
 from halfmoon.cli.options import OptionInvalid, add_config
+from halfmoon.cli.processes.options import installed_policy
 from halfmoon.cli.simulation.checkout import papers
 from halfmoon.conductor.simulation.options import RunOptions
 from halfmoon.conductor.simulation.profiles import ALIASES, PROFILES, load_profile
@@ -21,7 +22,7 @@ from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
 from halfmoon.conductor.simulation.world import ClusterShape
-from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
+from halfmoon.schemas.policy import AdmissionName, CopiesPrice, Policy, PolicyName
 from halfmoon.workers.options import PREFILL_GROUP_MAX
 
 DEFAULT_TRACE = "benchmarks/traces/conversation_trace.jsonl.zst"
@@ -48,7 +49,12 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ttft-ms", type=int, default=TTFT_MS, help="objective: time to first token")
     group.add_argument("--tbt-ms", type=int, default=TBT_MS, help="objective: time between tokens")
     group = parser.add_argument_group("cluster")
-    group.add_argument("--policy", choices=get_args(PolicyName), default="halfmoon")
+    group.add_argument(
+        "--policy",
+        default="halfmoon",
+        metavar="NAME",
+        help=f"{', '.join(get_args(PolicyName))}, or the name of one that is installed",
+    )
     group.add_argument("--admission", choices=get_args(AdmissionName), default="predicted")
     group.add_argument("--prefill", type=int, default=8, help="prefill workers")
     group.add_argument("--decode", type=int, default=8, help="decode workers")
@@ -86,6 +92,13 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         help="computations take so many times what the profile says, from so many seconds on: 3, or 0:1,600:3",
     )
     parser.add_argument(
+        "--copies-price",
+        choices=get_args(CopiesPrice),
+        default="displaced",
+        help="what a copy of blocks costs under policy halfmoon: what displaced ones are seen to cost (as in a live "
+        "cluster), or what blocks save on average",
+    )
+    parser.add_argument(
         "--correction-window",
         type=int,
         default=0,
@@ -114,12 +127,14 @@ def cluster_of(args: argparse.Namespace) -> ClusterShape:
 
 def policy_of(args: argparse.Namespace) -> Policy:
     return Policy(
-        name=args.policy,
+        name=installed_policy("--policy", args.policy),
         admission=args.admission,
         ttft_slo_ns=args.ttft_ms * 1_000_000,
         tbt_slo_ns=args.tbt_ms * 1_000_000,
         correction_window=args.correction_window,
+        copies_price=args.copies_price,
         prefill_group=args.prefill_group,
+        group_from="spare",
     )
 
 

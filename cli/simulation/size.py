@@ -19,6 +19,7 @@ from halfmoon.cli.simulation.simulate import (
     cluster_of,
     interruptible,
 )
+from halfmoon.conductor.plugins import install_plugins
 from halfmoon.conductor.replay.logfile import LogFile
 from halfmoon.conductor.replay.splits import Sizes, Split, described, split_of
 from halfmoon.conductor.replay.verify import Replay
@@ -84,6 +85,7 @@ def _from_log(args: argparse.Namespace) -> int:
             raise OptionInvalid(f"--{option.replace('_', '-')} {getattr(args, option)}: must be positive")
     if not 0 < args.speed < 1e6:
         raise OptionInvalid(f"--speed {args.speed:g}: must be positive")
+    install_plugins()
     was = recorded(Replay(LogFile(Path(args.from_log))))
     workers = args.workers or was.cluster.prefill + was.cluster.decode
     if workers < 2:

@@ -21,7 +21,7 @@ from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.core.state.slow_places import slow_mark
 from halfmoon.schemas.events import RequestArrived
-from halfmoon.schemas.policy import AdmissionName, PolicyName
+from halfmoon.schemas.policy import AdmissionName
 from halfmoon.schemas.roles import WorkerRole
 
 
@@ -32,7 +32,7 @@ class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
     #: Event that caused it, and its time.
     seq: int
     at_ns: int
-    policy: PolicyName
+    policy: str
     admission: AdmissionName
     ttft_slo_ns: int
     tbt_slo_ns: int
@@ -62,7 +62,7 @@ class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
     #: Of workers whose predictions are corrected: role, thousandths of what was fitted, and busy neighbours (prefill).
     corrections: dict[str, tuple[WorkerRole, int, int]] = {}
     #: Policies that would have placed it on other workers, then and there: the pair of each.
-    rivals: dict[PolicyName, tuple[str, str]] = {}
+    rivals: dict[str, tuple[str, str]] = {}
     #: None: no worker could take it; it waits.
     verdict: Placement | Refusal | None
 
@@ -139,12 +139,12 @@ def explain_supposed(state: State, request: RequestArrived, at_ns: int) -> Expla
     return explain_arrival(costed, choose(costed), seq=state.seq + 1)
 
 
-def _rivals(costed: Costed, verdict: Placement | Refusal) -> dict[PolicyName, tuple[str, str]]:
+def _rivals(costed: Costed, verdict: Placement | Refusal) -> dict[str, tuple[str, str]]:
     """The pairs of policies that compare candidates, where they are not that of `verdict`."""
     if not isinstance(verdict, Placement) or verdict.mixed:
         return {}
     state = costed.state
-    rivals: dict[PolicyName, tuple[str, str]] = {}
+    rivals: dict[str, tuple[str, str]] = {}
     # All but the policy are the state's own objects, which no decision changes.
     other = msgspec.structs.replace(state)
     chosen = verdict.prefill.worker_id, verdict.decode.worker_id

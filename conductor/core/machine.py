@@ -27,6 +27,7 @@ from halfmoon.conductor.core.corrections import answer_seen, prefill_seen
 from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_supposed
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.loans import end_loans, kv_move_refused, kv_moved
+from halfmoon.conductor.core.placement.policies import check_known
 from halfmoon.conductor.core.reconcile import reconcile_orders
 from halfmoon.conductor.core.state.block_index import BlockIndex, IndexImage
 from halfmoon.conductor.core.state.core_state import State
@@ -81,7 +82,7 @@ from halfmoon.schemas.events import (
 )
 
 #: Version of the state in snapshots. Another version is not restored: the log is replayed instead.
-SNAPSHOT_VERSION = 6
+SNAPSHOT_VERSION = 7
 #: After them there may be room for a request that waits until it can borrow.
 _MAY_END_AN_ORDER = (DecodeFailed, DecodeRefused, PrefillFailed, RequestCancelled, RequestFinished)
 
@@ -118,7 +119,10 @@ class Core:
         return self.state.timers
 
     def step(self, stamped: Stamped) -> list[Decision]:
-        """The decisions that `stamped` makes necessary, in order."""
+        """The decisions that `stamped` makes necessary, in order.
+
+        Raises PolicyMissing for a policy of another package that is not here: this core can go no further.
+        """
         assert stamped.seq > self.seq, ("the log ran backwards", stamped.seq, self.seq)
         if isinstance(stamped.event, ClusterConfigured):
             # Another log begins: what an earlier one said may decide nothing in it, or a replay would decide otherwise.
@@ -157,7 +161,7 @@ class Core:
 
     @classmethod
     def restore(cls, snapshot: bytes, *, checked: bool = False, examined: bool = False) -> Core:
-        """A core that goes on as the one that made `snapshot` would. Raises SnapshotInvalid.
+        """A core that goes on as the one that made `snapshot` would. Raises SnapshotInvalid, PolicyMissing.
 
         `examined`: the invariants are tried on it, for one that comes from a file and not from a conductor.
         """
@@ -169,6 +173,7 @@ class Core:
             raise SnapshotInvalid(f"version {restored.version}, not {SNAPSHOT_VERSION}")
         core = cls(checked=checked)
         core.state = restored.state
+        check_known(core.state.policy)
         if examined:
             try:
                 check(core.state)
@@ -198,7 +203,7 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
                 state.index.add(event.node_id, event.block_keys, event.tier)
         case BlocksEvicted():
             if membership.known_store(state, event.node_id, event.incarnation):
-                state.index.discard(event.node_id, event.block_keys, event.tier)
+                _evicted(state, event)
         case RequestArrived():
             if event.request_id in state.finished:
                 if event.answer_lost:
@@ -251,6 +256,7 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
         case FrontendLeft():
             membership.frontend_left(state, event.frontend_id, event.incarnation, out)
         case ClusterConfigured():
+            check_known(event.policy)
             state.policy, state.code_version = event.policy, event.code_version
         case PolicyChanged():
             moves.policy_changed(state, event, out)
@@ -345,6 +351,12 @@ def _learn_link(
         links.setdefault(destination, {})[source] = link
         if links is state.links:
             state.loads.link_measured(destination, source, link)
+
+
+def _evicted(state: State, event: BlocksEvicted) -> None:
+    state.index.discard(event.node_id, event.block_keys, event.tier)
+    if state.policy.copies_price == "displaced":
+        state.displaced.evict(state.index, event.block_keys, state.loads.pool_blocks)
 
 
 def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> None:

@@ -20,6 +20,7 @@ import msgspec
 from halfmoon.conductor.core.explanation import MoveGrounds
 from halfmoon.conductor.core.loans import book_move, give_up_move
 from halfmoon.conductor.core.orders import arm, place_borrowers
+from halfmoon.conductor.core.placement.policies import check_known
 from halfmoon.conductor.core.placement.prices import own_ps, share_ps
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import Order, PendingMove, WorkerRecord, part_blocks
@@ -83,6 +84,7 @@ def keep_planning(state: State, out: StepOutput) -> None:
 
 def policy_changed(state: State, event: PolicyChanged, out: StepOutput) -> None:
     """Another policy is in force: it may plan where the last one did not."""
+    check_known(event.policy)
     state.policy = event.policy
     state.members_changed()
     keep_planning(state, out)

@@ -12,7 +12,7 @@ from halfmoon.conductor.core.objectives import slo_ns
 from halfmoon.conductor.core.placement.costed import Costed, cost_request
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
 from halfmoon.conductor.core.state.records import Request
-from halfmoon.conductor.core.step_learning import learn_arrival, learn_offered_of
+from halfmoon.conductor.core.step_learning import arrival_seen, learn_arrival, learn_offered_of
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import (
     FailRequest,
@@ -28,6 +28,7 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
     """Place a request that was never seen, let it wait for a worker, or refuse it with a reason."""
     state.counters.arrived += 1
     request = Request(event=event, arrived_ns=state.at_ns)
+    arrival_seen(state, event)
     costed = _cost(state, request)
     choice = choose(costed)
     verdict = choice.verdict

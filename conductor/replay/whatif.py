@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -40,6 +41,10 @@ from halfmoon.schemas.roles import ROLES, Duty, WorkerRole
 LOAD_BYTES_S = 10_000_000_000
 #: Simulated clusters have prefill and decode workers alone.
 SIMULATED: tuple[WorkerRole, ...] = ("prefill", "decode")
+
+
+#: By which the times of two policies are compared.
+Figure = Literal["mean", "p50", "p90", "p99"]
 
 
 class NothingToSimulate(ValueError):
@@ -292,6 +297,26 @@ def _as_it_was(recorded: Recorded, slo: Objectives) -> SimulationReport:
     )
     first_ns = next(iter(recorded.outcomes.values())).arrived_ns
     return summarise(report, recorded.outcomes, first_ns + recorded.duration_ns)
+
+
+def losses(found: Comparison, percent: float, at: Figure) -> list[str]:
+    """Where the other policy loses more than `percent` to the recorded one, both as simulated, in words.
+
+    Times are compared at one figure. The share of requests that held both objectives counts too: a policy that refuses
+    what takes long has the best times.
+    """
+    was, other, told = found.simulated, found.what_if, []
+    for name, of in (("first token", "ttft_ms"), ("between tokens", "tbt_ms")):
+        before, after = (float(getattr(getattr(each, of), at)) for each in (was, other))
+        if after > before * (1 + percent / 100):
+            more = f", {(after / before - 1):.1%} more" if before else ""
+            told.append(f"{name}, {at}: {after:,.1f} ms under {other.policy}, {before:,.1f} ms before{more}")
+    if other.effective_capacity < was.effective_capacity * (1 - percent / 100):
+        told.append(
+            f"both objectives held: {other.effective_capacity:.1%} under {other.policy}, "
+            f"{was.effective_capacity:.1%} before"
+        )
+    return told
 
 
 def described(found: Comparison, source: str) -> str:

@@ -14,6 +14,7 @@ from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.core.state.records import splits_of
 from halfmoon.conductor.core.state.slow_places import slow_mark
+from halfmoon.conductor.plugins import installed
 from halfmoon.schemas.status import ConductorStatus, ElasticStatus, NodeStatus, PoolWanted, RequestCounts
 
 
@@ -29,6 +30,7 @@ def conductor_status(
         digest=core.digest() if with_digest else "",
         caught_up=caught_up,
         policy=state.policy,
+        plugins=installed(),
         model=layout.model if layout is not None else "",
         block_tokens=layout.block_tokens if layout is not None else 0,
         nodes=node_statuses(state),

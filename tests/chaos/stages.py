@@ -10,10 +10,11 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.decisions import Decision, StartPrefill, StartStage
+from halfmoon.schemas.policy import GroupFrom
 from halfmoon.workers.prefill import actions as prefill_actions
 from halfmoon.workers.prefill import events as prefill_events
 from tests.chaos.texts import BLOCK_TOKENS, LAYERS, Text
@@ -40,13 +41,15 @@ class StageGroups:
         can = not (world.null or world.lending or world.attention or world.mixed)
         share = STAGES_ELASTIC if world.elastic else STAGES
         self.on = can and world.wishes.drawn("stages", self.draw.random() < share)
+        self.group_from = random.Random(f"groups {seed}").choice(get_args(GroupFrom))
 
-    def policy(self) -> dict[str, int]:
+    def policy(self) -> dict[str, int | str]:
         if not self.on:
             return {}
         return {
             "prefill_group": self.world.wishes.some("stages", self.draw.choice([0, 2, 2, 4]), 2) or 1,
             "group_gain_percent": self.draw.choice([1, 10]),
+            "group_from": self.group_from,
         }
 
     def prompt_tokens(self, tokens: int) -> int:

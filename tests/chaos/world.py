@@ -27,7 +27,7 @@ from halfmoon.schemas.codec import digest as digest_of
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import ClusterConfigured, RequestArrived, Stamped, StateDigested
-from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
+from halfmoon.schemas.policy import AdmissionName, CopiesPrice, Policy, PolicyName
 from tests.chaos.attention_workers import AttentionWorker
 from tests.chaos.conductors import Conductor, published
 from tests.chaos.decode_workers import DecodeWorker
@@ -83,6 +83,7 @@ class World:
         self.draw_late = random.Random(-seed - 1)
         self.idle_served = random.Random(f"idle {seed}").random() < 0.5
         self.correction_window = random.Random(f"correction {seed}").choice([0, 0, 3, 15])
+        self.copies_price = random.Random(f"copies {seed}").choice(get_args(CopiesPrice))
         if not lossy:
             self.net.loss = 0.0
         # The configuration, drawn too.
@@ -279,6 +280,7 @@ class World:
             sources_named=True,
             idle_served=self.idle_served,
             correction_window=self.correction_window,
+            copies_price=self.copies_price,
         )
         return msgspec.structs.replace(policy, **added)
 

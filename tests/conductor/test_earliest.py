@@ -99,6 +99,7 @@ def test_rows_are_as_if_made_anew_after_every_event(count: int) -> None:
                 assert have.workers == want.workers
                 assert have.rows == want.rows
                 assert have.by_load == want.by_load
+                assert have.prompts == want.prompts
                 for worker in have.workers:
                     costs = [msgspec.structs.astuple(cost) for cost in (have.least, worker.cost, have.most)]
                     assert all(least <= cost <= most for least, cost, most in zip(*costs, strict=True))
@@ -111,7 +112,11 @@ def test_rows_are_as_if_made_anew_after_every_event(count: int) -> None:
 
 def wide_pool(draw: random.Random) -> Script:
     """Ten to forty prefill workers with what makes them differ, though many are alike."""
-    script = Script(link_bytes_s=10 ** draw.randrange(7, 11), link_latency_ns=draw.choice([0, 500_000]))
+    script = Script(
+        link_bytes_s=10 ** draw.randrange(7, 11),
+        link_latency_ns=draw.choice([0, 500_000]),
+        copies_price=draw.choice(["reuse", "displaced"]),
+    )
     count = draw.randrange(10, 41)
     costs = [PROFILE, msgspec.structs.replace(PROFILE, prefill_per_token_ps=100_000_001)]
     for number in range(count):
@@ -121,6 +126,7 @@ def wide_pool(draw: random.Random) -> Script:
         script(stored(f"p{number}", keys(draw.choice([1, 9, 20]))))
     state = script.core.state
     state.counters.prompt_tokens, state.counters.cached_local_tokens = 1_000, draw.choice([0, 300])
+    state.displaced.evicted, state.displaced.missed = 10, draw.choice([0, 3, 10])
     for worker in state.workers.values():
         if draw.random() < (0.9 if int(worker.worker_id[1:]) < holders else 0.2):
             worker.prompts.orders["x"] = worker.prompts.reserved_ns = draw.choice([1_000, 5 * MS, 500 * MS])

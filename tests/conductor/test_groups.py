@@ -20,6 +20,7 @@ from conductor_scripts import (
     stored,
 )
 
+from halfmoon.conductor.core.state.overload import OFFERED_WINDOW
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import CancelOrder, Decision, StartPrefill, StartStage
 from halfmoon.schemas.events import (
@@ -32,7 +33,7 @@ from halfmoon.schemas.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.policy import GroupFrom, Layout
 
 #: 0.1 ms a token, and 5 ns for each pair of tokens.
 PROFILE = CostProfile(
@@ -49,7 +50,7 @@ def member(number: int, **fields: Any) -> WorkerJoined:
     return prefill(number, **{**place, **fields})
 
 
-def cluster(count: int = 4, most: int = 4, **fields: Any) -> Script:
+def cluster(count: int = 4, most: int = 4, group_from: GroupFrom = "idle", **fields: Any) -> Script:
     members = [member(number, **fields) for number in range(count)]
     layout = {name: fields[name] for name in ("layout",) if name in fields}
     return Script(
@@ -57,6 +58,7 @@ def cluster(count: int = 4, most: int = 4, **fields: Any) -> Script:
         decode(**layout),
         FrontendJoined(frontend_id="f1", incarnation="i1"),
         prefill_group=most,
+        group_from=group_from,
         ttft_slo_ns=1_000 * S,
         tbt_slo_ns=1_000 * S,
     )
@@ -91,6 +93,36 @@ def test_a_long_prompt_is_computed_by_all_who_are_idle() -> None:
     assert busy(script) == ["p0", "p1", "p2", "p3"]
     # On one worker: 10 ms + 2 s + 2 s. Three of ten layers are the widest stage's.
     assert 0.3 * 4_010 * MS < order.predicted.prefill_ns < 0.35 * 4_010 * MS
+
+
+def looked(script: Script, busy_permille: int) -> Script:
+    """So many thousandths of a worker were busy when prompts came, as far as anybody remembers."""
+    offered = script.core.state.offered
+    offered.looks, offered.busy_permille = OFFERED_WINDOW, busy_permille
+    return script
+
+
+@pytest.mark.parametrize(
+    ("found_busy", "size"), [(0, 4), (400, 4), (700, 3), (1_500, 3), (2_000, 2), (2_700, 1), (4_000, 1)]
+)
+def test_a_group_leaves_as_many_as_are_busy_on_average(found_busy: int, size: int) -> None:
+    script = looked(cluster(group_from="spare"), found_busy)
+    assert max(1, len(start(script.orders(arrived(tokens=20_000))).stages)) == size
+    everybody = looked(cluster(), found_busy)
+    assert len(start(everybody.orders(arrived(tokens=20_000))).stages) == 4
+
+
+def test_what_arrivals_find_busy_is_a_running_mean() -> None:
+    script, found = cluster(most=1, group_from="spare"), []
+    for number in range(4):
+        script(arrived(f"r{number}", 1_000, block_keys=keys(10, seed=number + 2)))
+        found.append(script.core.state.offered.busy_permille)
+    # The first found nobody, the next one, two and three of the four.
+    assert found == [0, 500, 1_000, 1_500]
+    for name, order in list(script.core.state.orders.items()):
+        script(prefilled(name, order.request_id, order.prefill_id), after_ns=1 * S)
+    script(arrived("later", 1_000, block_keys=keys(10, seed=9)))
+    assert script.core.state.offered.busy_permille == 1_200
 
 
 def test_a_short_prompt_stays_on_one_worker_and_the_group_grows_with_the_prompt() -> None:

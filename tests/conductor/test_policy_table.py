@@ -87,7 +87,7 @@ MOST_CACHED = CandidateMeasure[Candidate]("blocks to compute", lambda c: c.uncac
 
 def test_a_planted_policy_is_chosen_by_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = PolicyRules(prefill=Least((MOST_CACHED, ORDERS)), decode=Least((STEP,)), fetch="local_only")
-    monkeypatch.setitem(POLICIES, "planted", planted)  # type: ignore[arg-type]
+    monkeypatch.setitem(POLICIES, "planted", planted)
     script = cluster("planted")
     for request_id in ("r0", "r1", "r2"):
         order, why = decided(script, request_id)
@@ -97,7 +97,7 @@ def test_a_planted_policy_is_chosen_by_and_explained(monkeypatch: pytest.MonkeyP
             "p1": "blocks to compute 2 more",
             "p2": "least blocks to compute, by 2",
         }
-    monkeypatch.setitem(POLICIES, "planted", PolicyRules(prefill=InTurn(), decode=Drawn(), fetch="cheapest"))  # type: ignore[arg-type]
+    monkeypatch.setitem(POLICIES, "planted", PolicyRules(prefill=InTurn(), decode=Drawn(), fetch="cheapest"))
     order, why = decided(script, "r3")
     assert (order.worker_id, [fetch.node_id for fetch in order.fetches]) == ("p0", ["n-p2"])
     assert prefill_reasons(why, "p0") == {"p0": "next after p2", "p1": "not its turn", "p2": "not its turn"}
@@ -127,7 +127,7 @@ SHORT = [
 def test_the_short_cut_is_taken_only_where_its_bounds_hold(
     rules: PolicyRules, prefills: bool, decodes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(POLICIES, "planted", rules)  # type: ignore[arg-type]
+    monkeypatch.setitem(POLICIES, "planted", rules)
     script = cluster("planted")
     state, request = script.core.state, arrived("r0", 1_000, block_keys=keys(9))
     match = match_prefix(state, request, script.now_ns)

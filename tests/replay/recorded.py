@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 from random_clusters import Cluster
 
+from halfmoon.cli.main import main
 from halfmoon.conductor.code_version import LOG_VERSION
 from halfmoon.conductor.replay.logfile import (
     FORMAT,
@@ -42,6 +45,15 @@ def saved(path: Path, lines: Iterable[Line], header: Header = HEADER) -> LogFile
         for line in lines:
             out.write(line)
     return LogFile(path)
+
+
+def status_of(*words: object) -> int:
+    """Exit status of the command, run in this process."""
+    asyncio.set_event_loop(None)
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
 
 
 def decisions_in(lines: Iterable[Line]) -> list[int]:

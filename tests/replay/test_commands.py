@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import msgspec
 import pytest
-from recorded import HEADER, decisions_in, lines_of, saved
+from recorded import HEADER, decisions_in, lines_of, saved, status_of
 
-from halfmoon.cli.main import main
 from halfmoon.conductor.code_version import code_version
 from halfmoon.conductor.replay.logfile import DecisionLine, EventLine
 from halfmoon.schemas.decisions import CancelOrder
@@ -21,15 +19,6 @@ Said = pytest.CaptureFixture[str]
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("commands") / "log.jsonl.zst", lines_of(5)).path
-
-
-def status_of(*words: object) -> int:
-    """Exit status of the command, run in this process."""
-    asyncio.set_event_loop(None)
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
 
 
 def test_a_whole_log_is_identical(file: Path, capsys: Said) -> None:

@@ -89,15 +89,20 @@ def cached_blocks_max(worker: WorkerRecord, tokens: int) -> int:
 def copies_ns(state: State, cost: CostProfile, block_tokens: int, blocks: int) -> int:
     """Price of `blocks` that another node holds and this one will; 0 under a policy that does not price copies.
 
-    In a full pool they displace as many others, which would be reused as often as blocks are on average, each time in
-    place of computing them.
+    In a full pool they displace as many others, each of which may have to be computed when it is asked for again: as
+    often as displaced blocks were, for all who wait then (`displaced`), or as often as blocks are reused on average
+    (`reuse`).
     """
     counters = state.counters
-    if blocks <= 0 or not counters.prompt_tokens or not rules_of(state).copies_priced:
+    if blocks <= 0 or not rules_of(state).copies_priced:
+        return 0
+    compute_ns = blocks * (cost.prefill_per_token_ps * block_tokens // 1_000)
+    if state.policy.copies_price == "displaced":
+        return state.displaced.price_ns(compute_ns, state.loads.prompts_permille())
+    if not counters.prompt_tokens:
         return 0
     reused = counters.cached_local_tokens + counters.cached_fetched_tokens
-    block_ns = cost.prefill_per_token_ps * block_tokens // 1_000
-    return blocks * block_ns * reused // counters.prompt_tokens
+    return compute_ns * reused // counters.prompt_tokens
 
 
 def prefill_fits(state: State, worker: WorkerRecord, request: RequestArrived) -> bool:

@@ -1,9 +1,9 @@
 """Groups of prefill workers that compute one prompt together: each has some layers, chunks flow through.
 
 The worker that was chosen for the prompt has the last layers, the slots of its node's pool and the first token; idle
-workers of the same layout join it, each with a range of layers before that. Nobody who has an order is taken, so under
-load there are no groups, and each further worker must take off enough of the time. A short prompt stays on one worker
-by the same rule: with few chunks the stages wait for each other.
+workers of the same layout join it, each with a range of layers before that. Nobody who has an order is taken, and some
+of the idle ones are left for who comes next, so under load there are no groups; and each further worker must take off
+enough of the time. A short prompt stays on one worker by the same rule: with few chunks the stages wait for each other.
 
 Stage m has the share s_m of each chunk's time. The last stage ends no later than `max(s)·t + (1 - max(s))·c` after the
 first began, t being the time of all chunks on one worker and c that of the longest one; with equal shares and chunks
@@ -26,7 +26,7 @@ from halfmoon.schemas.decisions import LayerStage
 
 def in_group(state: State, alone: Candidate, tokens: int, now_ns: int) -> Candidate:
     """The candidate with those who join it for a prompt of so many tokens; as it is where nobody should."""
-    most, last = state.policy.prefill_group, state.workers[alone.worker_id]
+    most, last = _size_max(state), state.workers[alone.worker_id]
     if most < 2 or not _joins(state, last, last, tokens):
         return alone
     others = [
@@ -51,6 +51,20 @@ def in_group(state: State, alone: Candidate, tokens: int, now_ns: int) -> Candid
                 chunk_tokens=chunk_tokens,
             )
     return msgspec.structs.replace(best, group_ns=times)
+
+
+def _size_max(state: State) -> int:
+    """The largest group at present.
+
+    Who comes while a group computes waits for all of it. So under `spare` as many workers as arrivals find busy on
+    average stay out of it, though they may idle at this moment. Without this a chat service's prompts, many of which
+    arrive at once, waited 4 to 8 percent longer than without groups; one standard deviation more of them, and there
+    were no groups there.
+    """
+    most, workers = state.policy.prefill_group, state.loads.prefill.workers
+    if state.policy.group_from == "idle":
+        return most
+    return min(most, (1_000 * len(workers) - state.offered.busy_permille + 500) // 1_000)
 
 
 def _joins(state: State, worker: WorkerRecord, last: WorkerRecord, tokens: int) -> bool:

@@ -4,6 +4,9 @@ To add a policy, add an entry here and its name to `schemas.policy.PolicyName`: 
 explanation all read this table. Every choice is a total order that ends in an id, so that it does not depend on the
 order of iteration.
 
+Other packages bring policies too: the process that runs a core adds theirs to the table before it begins
+(`conductor/plugins.py`), each under its name and version, which the log names.
+
 Source: Mooncake (FAST'25), Algorithm 1 (`mooncake`, `halfmoon`), and its baselines; `dynamo` is the published cost of
 NVIDIA Dynamo's KV router; `lmetric` the product of Zhang et al., LMetric (arXiv 2603.15202); `sticky` is session
 affinity, a session being whoever repeats the longest prefix.
@@ -38,7 +41,7 @@ from halfmoon.conductor.core.placement.measures import (
 )
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import Half
-from halfmoon.schemas.policy import PolicyName
+from halfmoon.schemas.policy import Policy
 
 
 class Least(msgspec.Struct, Generic[C], frozen=True):
@@ -76,7 +79,7 @@ class PolicyRules(msgspec.Struct, frozen=True, kw_only=True):
     large_refused_first: bool = False
 
 
-POLICIES: dict[PolicyName, PolicyRules] = {
+POLICIES: dict[str, PolicyRules] = {
     "halfmoon": PolicyRules(
         prefill=EARLIEST_TOKEN_WITH_COPIES,
         decode=SHORTEST_STEP,
@@ -101,6 +104,17 @@ POLICIES: dict[PolicyName, PolicyRules] = {
         fetch="local_only",
     ),
 }
+
+
+class PolicyMissing(ValueError):
+    """The policy is of another package that is not here, or not in that version: nothing can be decided as it does."""
+
+
+def check_known(policy: Policy) -> None:
+    """Raises PolicyMissing, which names it."""
+    if policy.name not in POLICIES:
+        there = ", ".join(name for name in POLICIES if "@" in name) or "none"
+        raise PolicyMissing(f"policy {policy.name} is not installed here (plug-ins that are: {there})")
 
 
 def rules_of(state: State) -> PolicyRules:

@@ -70,14 +70,14 @@ class BlockIndex:
         bit = self._bits[node_id]
         masks = self._ssd if tier == "ssd" else self._dram
         get = masks.get
-        for key in _keys(block_keys, 0, len(block_keys) // KEY_BYTES):
+        for key in keys_of(block_keys):
             mask = get(key)
             masks[key] = bit if mask is None else mask | bit
 
     def discard(self, node_id: str, block_keys: bytes, tier: str) -> None:
         bit = self._bits[node_id]
         masks = self._ssd if tier == "ssd" else self._dram
-        for key in _keys(block_keys, 0, len(block_keys) // KEY_BYTES):
+        for key in keys_of(block_keys):
             mask = masks.get(key, 0)
             if mask & bit:
                 if mask == bit:
@@ -138,6 +138,10 @@ class BlockIndex:
             return [self._slots[mask.bit_length() - 1]]
         bits = f"{mask:b}"[::-1].encode().translate(_BITS)
         return sorted(compress(self._slots, bits))
+
+    def holds(self, key: bytes) -> bool:
+        """Some node holds the block."""
+        return key in self._dram or key in self._ssd
 
     def holders(self, key: bytes) -> list[str]:
         """Nodes that hold one block, by id: its replicas."""
@@ -230,6 +234,11 @@ def _clear(masks: dict[bytes, int], bit: int) -> None:
             del masks[key]
         else:
             masks[key] ^= bit
+
+
+def keys_of(block_keys: bytes) -> tuple[bytes, ...]:
+    """All keys, one by one."""
+    return _keys(block_keys, 0, len(block_keys) // KEY_BYTES)
 
 
 def _keys(block_keys: bytes, start: int, stop: int) -> tuple[bytes, ...]:

@@ -13,6 +13,7 @@ import msgspec
 from halfmoon.conductor.core.state.block_index import BlockIndex
 from halfmoon.conductor.core.state.cost import Answers, Link
 from halfmoon.conductor.core.state.demand import Demand
+from halfmoon.conductor.core.state.displaced import Displaced
 from halfmoon.conductor.core.state.load_index import LoadIndexes
 from halfmoon.conductor.core.state.overload import Offered
 from halfmoon.conductor.core.state.records import (
@@ -70,6 +71,7 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     round_robin: dict[str, str] = {}
     offered: Offered = msgspec.field(default_factory=Offered)
     demand: Demand = msgspec.field(default_factory=Demand)
+    displaced: Displaced = msgspec.field(default_factory=Displaced)
     counters: Counters = msgspec.field(default_factory=Counters)
 
     @property

@@ -18,6 +18,7 @@ import msgspec
 from halfmoon.conductor.core.state.cost import LINK_STALE_NS, Link
 from halfmoon.conductor.core.state.records import StoreRecord, WorkerRecord
 from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.types import Blocks
 
 #: KV blocks that are free where there is no KV.
 NO_KV_BLOCKS = 2**62
@@ -50,12 +51,15 @@ class LoadIndex(Generic[Row]):
     __slots__ = (
         "_changes",
         "_places",
+        "_prompts",
         "_row",
         "block_tokens",
+        "busy",
         "by_load",
         "least",
         "most",
         "on_node",
+        "prompts",
         "rows",
         "tokens_max",
         "workers",
@@ -71,6 +75,11 @@ class LoadIndex(Generic[Row]):
         self._places = {worker.worker_id: place for place, worker in enumerate(workers)}
         self.workers = workers
         self.rows: list[Row] = [row(worker) for worker in workers]
+        self._prompts = [_prompts(worker) for worker in workers]
+        #: Prompts that the workers have accepted and not computed.
+        self.prompts = sum(self._prompts)
+        #: Workers that have any.
+        self.busy = sum(count > 0 for count in self._prompts)
         #: (load, place), least loaded first; the load is the first part of a row.
         self.by_load = sorted((one[0], place) for place, one in enumerate(self.rows))
         #: Places by node.
@@ -105,6 +114,10 @@ class LoadIndex(Generic[Row]):
     def changed(self, worker: WorkerRecord) -> None:
         place = self._places.get(worker.worker_id)
         if place is not None:
+            prompts = _prompts(worker)
+            self.prompts += prompts - self._prompts[place]
+            self.busy += (prompts > 0) - (self._prompts[place] > 0)
+            self._prompts[place] = prompts
             load, self.rows[place] = self.rows[place][0], self._row(worker)
             if self.rows[place][0] != load:
                 del self.by_load[bisect_left(self.by_load, (load, place))]
@@ -133,6 +146,7 @@ class LoadIndexes:
         "lenders",
         "mixed",
         "on_host",
+        "pool_blocks",
         "prefill",
         "priced",
         "suspected_until_ns",
@@ -161,6 +175,9 @@ class LoadIndexes:
         self.decode = LoadIndex[DecodeRow](decode, decode_row, pool_tokens)
         self.mixed = LoadIndex[DecodeRow](mixed, decode_row, pool_tokens)
         self.attention = LoadIndex[DecodeRow](attention, decode_row, pool_tokens)
+        stores = list(stores)
+        #: Of all nodes' pools.
+        self.pool_blocks: Blocks = sum(store.slots for store in stores)
         #: No store agent is suspected at or after this time.
         self.suspected_until_ns = max((store.suspected_until_ns for store in stores), default=0)
         #: How many decode workers lend.
@@ -175,6 +192,14 @@ class LoadIndexes:
             destination: dict(sorted(sources.items(), key=lambda one: one[1].measured_ns))
             for destination, sources in links.items()
         }
+
+    def prompts_permille(self) -> int:
+        """Prompts in hand of a worker that computes some, in the mean, times a thousand."""
+        return (
+            1_000
+            * (self.prefill.prompts + self.mixed.prompts)
+            // max(1, len(self.prefill.workers) + len(self.mixed.workers))
+        )
 
     def link_measured(self, destination: str, source: str, link: Link) -> None:
         links = self._links.setdefault(destination, {})
@@ -205,6 +230,10 @@ class LoadIndexes:
         if worker.prompts is not None:
             return self.prefill if worker.batch is None else self.mixed
         return self.decode if worker.batch is not None else self.attention
+
+
+def _prompts(worker: WorkerRecord) -> int:
+    return len(worker.prompts.orders) if worker.prompts is not None else 0
 
 
 def queue_ns(worker: WorkerRecord, now_ns: int) -> int:

@@ -26,6 +26,15 @@ class Offered(msgspec.Struct, kw_only=True):
     #: Time from one to the next, and to compute one, where it was or would have been placed.
     gap_ns: int = 0
     prefill_ns: int = 0
+    #: Prefill workers that an arrival found busy, times a thousand; and how many arrivals looked.
+    busy_permille: int = 0
+    looks: int = 0
+
+
+def learn_busy(offered: Offered, busy: int) -> None:
+    """An arrival finds so many prefill workers busy."""
+    offered.looks += 1
+    offered.busy_permille += (1_000 * busy - offered.busy_permille) // min(offered.looks, OFFERED_WINDOW)
 
 
 def learn_offered(offered: Offered, prefill_ns: int, now_ns: int) -> None:
