@@ -11,8 +11,9 @@ from halfmoon.conductor.core.explanation import explain, explain_arrival
 from halfmoon.conductor.core.objectives import slo_ns
 from halfmoon.conductor.core.placement.costed import Costed, cost_request
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
+from halfmoon.conductor.core.state.overload import learn_busy
 from halfmoon.conductor.core.state.records import Request
-from halfmoon.conductor.core.step_learning import arrival_seen, learn_arrival, learn_offered_of
+from halfmoon.conductor.core.step_learning import learn_arrival, learn_offered_of
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import (
     FailRequest,
@@ -28,8 +29,11 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
     """Place a request that was never seen, let it wait for a worker, or refuse it with a reason."""
     state.counters.arrived += 1
     request = Request(event=event, arrived_ns=state.at_ns)
-    arrival_seen(state, event)
-    costed = _cost(state, request)
+    # What the request finds, and what it asks for again.
+    state.displaced.ask(state.index, event.block_keys)
+    if state.policy.group_from == "spare":
+        learn_busy(state.offered, state.loads.prefill.busy)
+    costed = cost_request(state, event, state.at_ns, f"{state.seq}:{state.orders_now}")
     choice = choose(costed)
     verdict = choice.verdict
     learn_arrival(costed, verdict)

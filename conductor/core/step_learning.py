@@ -17,16 +17,9 @@ from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
 from halfmoon.conductor.core.state.cost import measured_permille, refit_decode, refit_prefill
 from halfmoon.conductor.core.state.demand import learn_demand
-from halfmoon.conductor.core.state.overload import learn_busy, learn_offered
+from halfmoon.conductor.core.state.overload import learn_offered
 from halfmoon.conductor.core.state.records import WorkerRecord
-from halfmoon.schemas.events import PrefillFinished, RequestArrived, WorkerHeartbeat
-
-
-def arrival_seen(state: State, event: RequestArrived) -> None:
-    """Before a request that has just arrived is decided on: what it finds, and what it asks for again."""
-    state.displaced.ask(state.index, event.block_keys)
-    if state.policy.group_from == "spare":
-        learn_busy(state.offered, state.loads.prefill.busy)
+from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
 
 
 def learn_offered_of(state: State, verdict: Placement | Refusal) -> None:
