@@ -143,9 +143,9 @@ def test_a_lease_that_is_never_given_back_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_full_queue_that_takes_more_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole_choose = machine.orders.choose
+    cost = machine.orders.cost_request
     monkeypatch.setattr(
-        machine.orders, "choose", lambda state, *args, **more: whole_choose(Roomy(state), *args, **more)
+        machine.orders, "cost_request", lambda state, *args, **more: cost(Roomy(state), *args, **more)
     )
     fails("I90 ")
 
@@ -156,7 +156,7 @@ def test_room_at_a_lender_that_is_promised_twice_is_found(monkeypatch: pytest.Mo
 
 
 def test_a_loan_that_outlives_its_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.orders, "end_loans", lambda *_: None)
+    monkeypatch.setattr(machine.booking, "end_loans", lambda *_: None)
     fails("I32 ", "lending")
 
 
