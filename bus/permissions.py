@@ -14,64 +14,48 @@ comes where it was not asked for, and is dropped there because it does not decod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, assert_never
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from halfmoon.schemas import subjects
-from halfmoon.schemas.roles import ELASTIC_ROLES, ProcessRole, WorkerRole
-from halfmoon.schemas.subjects import ROOT
+from halfmoon.schemas.contract import rights
+from halfmoon.schemas.contract.rights import ME, NODE, TENANT, Rights
+from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, ProcessRole, WorkerRole
 
 #: "supervisor": `halfmoon up`, which tells of the deaths of the processes that it started.
 #: "tenant": a client that is one tenant's, as its subjects say; "client" may speak for any.
 Role = ProcessRole | Literal["operator", "client", "tenant", "supervisor"]
 
-_JS = "$JS.API"
-_EVENTS, _DECISIONS, _KV, _SNAPSHOTS = subjects.STREAMS
-#: Answers to any process, and to any client.
-_ANSWERS = [f"{ROOT}.inbox.>"]
-_CLIENT_INBOXES = ["_INBOX.>"]
-_PLACES = [f"{_JS}.STREAM.INFO.{stream}" for stream in subjects.STREAMS]
-_DECODE = ("DecodeStarted", "DecodeRefused", "DecodeFailed", "RequestFinished", "KvMoved", "KvMoveRefused")
-_MISSED = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in (_DECISIONS, _KV)]
-_WORKER = ("WorkerJoined", "WorkerHeartbeat", "WorkerDraining", "WorkerLeft")
-_MIXED = ("PrefillFinished", "PrefillFailed", "DecodeStarted", "RequestFinished")
-_STORE = ("StoreJoined", "StoreHeartbeat", "StoreLeft", "StoreInventory", "BlocksStored", "BlocksEvicted")
-_SAID: dict[str, tuple[str, ...]] = {
-    "conductor": ("ClusterConfigured", "TimerFired", "StateDigested"),
-    "frontend": ("FrontendJoined", "FrontendHeartbeat", "FrontendLeft", "RequestArrived", "RequestCancelled"),
-    "store": (*_STORE, "TierLost", "StoreSuspected"),
-    "prefill": (*_WORKER, "PrefillFinished", "PrefillFailed", "StageFinished"),
-    "decode": (*_WORKER, *_DECODE),
-    "attention": _WORKER,
-    "mixed": (*_WORKER, *_MIXED),
-    #: Both that it is: a mixed worker, which may also fail an answer that is begun, and the store of its node.
-    "adapt": (*_WORKER, *_MIXED, "DecodeFailed", *_STORE),
-    "operator": ("PolicyChanged", "RoleWanted"),
-    "supervisor": ("ClusterConfigured", "WorkerLeft", "StoreLeft", "FrontendLeft"),
+#: Those of a cluster's processes stand in their roles' records; here are those that are no process of it.
+RIGHTS: dict[Role, Rights] = {
+    **{role: traits.rights for role, traits in ROLES.items()},
+    "operator": Rights(
+        events=("PolicyChanged", "RoleWanted"),
+        publish=(
+            subjects.status("*"),
+            *rights.asks("*", rights.ASKED_BY_OPERATORS),
+            *rights.CLIENT_ASKS,
+            *rights.PLACES,
+            *rights.gets(subjects.STREAMS),
+            *rights.reads(subjects.STREAMS),
+        ),
+        hear=(f"{subjects.inbox('*')}.>", rights.CLIENT_INBOXES),
+    ),
+    "client": Rights(publish=rights.CLIENT_ASKS, hear=(rights.CLIENT_INBOXES,)),
+    "tenant": Rights(publish=(subjects.api("*", TENANT),), hear=(f"{subjects.tenant_inbox(TENANT)}.>",)),
+    "supervisor": Rights(
+        events=("ClusterConfigured", "WorkerLeft", "StoreLeft", "FrontendLeft"),
+        publish=(
+            subjects.status(subjects.CONDUCTORS),
+            *rights.PLACES,
+            *rights.LOG,
+            *rights.creates(subjects.STREAMS),
+            *rights.READS_EVENTS,
+        ),
+        hear=(rights.INBOX,),
+    ),
 }
-#: Nothing of its orders goes to another node.
-_ASKED_BY_MIXED = ("attach", "open_put", "fetch", "commit", "release", "status", "keep")
-_ASKED_BY_WORKERS = ("attach", "open_put", "fetch", "commit", "open_push", "close_push", "release", "status")
-#: Through the pool of its node it brings blocks into its cache, and nothing out of it.
-_ASKED_BY_ATTENTION = ("attach", "open_put", "fetch", "release", "status", "keep")
-#: By programs that use a store as their own cache: none of them is in a cluster of containers, so nobody may.
-_ASKED_BY_PROGRAMS = ("probe", "take", "remove", "pin")
-_ASKED_BY_STORES = (
-    "hello",
-    "lease",
-    "end_lease",
-    "reserve",
-    "renew",
-    "settle",
-    "drop",
-    "pair",
-    "probe",
-    "replicate",
-    "remove",  # copies of blocks on other nodes
-    "status",  # its free slots, for the blocks of a node that is drained
-)
-_ASKED_BY_OPERATORS = ("status", "drain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,142 +72,31 @@ class Identity:
     public_key: str = ""
     #: Of a worker that may take these roles too: all that any of them may say and hear.
     also: tuple[WorkerRole, ...] = ()
+    #: Of a store agent: the role of its node's worker.
+    beside: WorkerRole | None = None
 
     @property
     def publish(self) -> list[str]:
         """Subjects, with NATS' wildcards."""
-        return list(dict.fromkeys(subject for each in self._each() for subject in each._publishes()))
+        return self._filled(subject for each in self._rights() for subject in each.said)
 
     @property
     def subscribe(self) -> list[str]:
         """As `publish`."""
-        return list(dict.fromkeys(subject for each in self._each() for subject in each._hears()))
+        return self._filled(subject for each in self._rights() for subject in each.hear)
 
-    def _each(self) -> list[Identity]:
-        return [self, *(replace(self, role=role, also=()) for role in self.also)]
+    def _rights(self) -> list[Rights]:
+        return [RIGHTS[role] for role in (self.role, *self.also)]
 
-    def _publishes(self) -> list[str]:
-        """In its own role."""
-        me = self.name
-        said = [
-            subjects.event(self.node_id if self.role == "store" else me, kind)
-            for kind in _SAID.get(self.role, ())
-        ]
-        match self.role:
-            case "conductor":
-                return [
-                    *said,
-                    subjects.DECISIONS_ALL,
-                    subjects.SNAPSHOTS_ALL,
-                    subjects.status(subjects.CONDUCTORS),
-                    *_PLACES,
-                    *(f"{_JS}.STREAM.CREATE.{stream}" for stream in subjects.STREAMS),
-                    *(f"{_JS}.STREAM.MSG.GET.{stream}" for stream in (_EVENTS, _DECISIONS, _SNAPSHOTS)),
-                    f"{_JS}.STREAM.PURGE.{_SNAPSHOTS}",
-                    *_reading([_EVENTS]),
-                    *_ANSWERS,
-                ]
-            case "frontend":
-                asks = [
-                    subjects.status(subjects.CONDUCTORS),
-                    subjects.view(subjects.CONDUCTORS),
-                    subjects.explain("*"),
-                ]
-                peers = [subjects.give("*", me), subjects.resend("*", me), *asks]
-                return [*said, *peers, f"{ROOT}.cancel", *_PLACES, *_MISSED, *_ANSWERS, *_CLIENT_INBOXES]
-            case "store":
-                kinds = ("TransferOpened", "TransferFailed", "KvReady", "KvLoaded")
-                progress = [subjects.kv("*", kind, self.node_id) for kind in kinds]
-                peers = [subjects.store("*", verb) for verb in _ASKED_BY_STORES]
-                return [*said, *progress, *peers, *_PLACES, *_MISSED, *_ANSWERS]
-            case "prefill":
-                return [*said, subjects.kv("*", "PrefillResult", me), *self._worker()]
-            case "decode":
-                return [*said, subjects.tokens("*", me), subjects.hold("*", me), *self._worker(), *_ANSWERS]
-            case "mixed":
-                verbs = [subjects.store(self.node_id, verb) for verb in _ASKED_BY_MIXED]
-                own = [subjects.tokens("*", me), subjects.take("*", me)]
-                return [*said, *own, *verbs, *_PLACES, f"{_JS}.STREAM.MSG.GET.{_DECISIONS}", *_ANSWERS]
-            case "adapt":
-                own = [subjects.tokens("*", me), subjects.take("*", me)]
-                return [*said, *own, *_PLACES, f"{_JS}.STREAM.MSG.GET.{_DECISIONS}", *_ANSWERS]
-            case "attention":
-                verbs = [subjects.store(self.node_id, verb) for verb in _ASKED_BY_ATTENTION]
-                missed = f"{_JS}.STREAM.MSG.GET.{_DECISIONS}"
-                return [*said, *verbs, *_PLACES, missed, *_ANSWERS]
-            case "operator":
-                gets = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in subjects.STREAMS]
-                stores = [subjects.store("*", verb) for verb in _ASKED_BY_OPERATORS]
-                asks = [subjects.status("*"), *stores, f"{subjects.API}.*", "$SRV.>"]
-                return [*said, *asks, *_PLACES, *gets, *_reading(subjects.STREAMS)]
-            case "client":
-                return [f"{subjects.API}.*", "$SRV.>"]
-            case "tenant":
-                return [subjects.api("*", self.tenant)]
-            case "supervisor":
-                gets = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in (_EVENTS, _DECISIONS, _SNAPSHOTS)]
-                makes = [f"{_JS}.STREAM.CREATE.{stream}" for stream in subjects.STREAMS]
-                asks = [subjects.status(subjects.CONDUCTORS)]
-                return [*said, *asks, *_PLACES, *gets, *makes, *_reading([_EVENTS])]
-            case _:
-                assert_never(self.role)
-
-    def _hears(self) -> list[str]:
-        """In its own role."""
-        me, inbox = self.name, f"{subjects.inbox(self.name)}.>"
-        match self.role:
-            case "conductor":
-                asked = [subjects.status(me), subjects.status(subjects.CONDUCTORS)]
-                return [inbox, *asked, subjects.view(subjects.CONDUCTORS), subjects.explain(me)]
-            case "frontend":
-                served = [subjects.api("*"), subjects.api("*", "*"), "$SRV.>", f"{ROOT}.cancel"]
-                own = [
-                    subjects.take(me, "*"),
-                    subjects.tokens(me, "*"),
-                    subjects.decisions_for(me),
-                    subjects.placements_for(me),
-                ]
-                return [inbox, *served, *own]
-            case "store":
-                node = self.node_id
-                others = subjects.events_of_kind("StoreJoined")
-                return [inbox, subjects.decisions_for(node), subjects.store(node, "*"), others]
-            case "prefill":
-                return [inbox, *self._worker_hears()]
-            case "decode":
-                return [inbox, *self._worker_hears(), subjects.resend(me, "*"), subjects.hold(me, "*")]
-            case "mixed":
-                fetched = subjects.kv(me, "KvLoaded", self.node_id)
-                own = [subjects.decisions_for(me), subjects.give(me, "*"), fetched]
-                return [inbox, *own, subjects.resend(me, "*")]
-            case "adapt":
-                own = [subjects.decisions_for(me), subjects.give(me, "*"), subjects.resend(me, "*")]
-                return [inbox, *own]
-            case "attention":
-                return [inbox, subjects.decisions_for(me), subjects.hold(me, "*")]
-            case "operator":
-                return [f"{subjects.inbox('*')}.>", *_CLIENT_INBOXES]
-            case "client":
-                return _CLIENT_INBOXES
-            case "tenant":
-                return [f"{subjects.tenant_inbox(self.tenant)}.>"]
-            case "supervisor":
-                return [inbox]
-            case _:
-                assert_never(self.role)
-
-    def _worker_hears(self) -> list[str]:
-        me = self.name
-        return [subjects.decisions_for(me), subjects.give(me, "*"), subjects.kv_for(me)]
-
-    def _worker(self) -> list[str]:
-        verbs = (*_ASKED_BY_WORKERS, "push", "keep")
-        return [
-            subjects.take("*", self.name),
-            *(subjects.store(self.node_id, verb) for verb in verbs),
-            *_PLACES,
-            *_MISSED,
-        ]
+    def _filled(self, patterns: Iterable[str]) -> list[str]:
+        """With the names that this process has, each once."""
+        own = ((ME, self.name), (NODE, self.node_id), (TENANT, self.tenant))
+        found = []
+        for pattern in patterns:
+            for placeholder, name in own:
+                pattern = pattern.replace(placeholder, name)
+            found.append(pattern)
+        return list(dict.fromkeys(found))
 
 
 def cluster_identities(
@@ -247,18 +120,12 @@ def cluster_identities(
     for role, count in workers.items():
         for n in range(count):
             node = f"{role}-{n}"
-            found.append(Identity(role="store", name=f"store-{node}", node_id=node))
+            found.append(Identity(role="store", name=f"store-{node}", node_id=node, beside=role))
             also = tuple(
                 other for other in ELASTIC_ROLES if elastic and role in ELASTIC_ROLES and other != role
             )
             found.append(Identity(role=role, name=node, node_id=node, also=also))
     return found
-
-
-def _reading(streams: Sequence[str]) -> list[str]:
-    """By an ordered consumer."""
-    consumers = [f"{_JS}.CONSUMER.{verb}" for verb in ("CREATE.{}", "DELETE.{}.*")]
-    return [*(line.format(stream) for line in consumers for stream in streams), "$JS.FC.>"]
 
 
 def authorization(identities: Sequence[Identity]) -> str:

@@ -55,7 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     name, lock = take_name(args.role, Path(args.names_dir), Path(args.secrets_dir))
     common = ["--drain-s", str(args.drain_s)]
-    if args.role != "frontend":  # its own port has them
+    if not PROCESS_ROLES[args.role].metrics_at_own_port:
         common += _metrics(args, 0)
     if args.role in SINGLE:
         os.set_inheritable(lock, True)

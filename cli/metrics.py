@@ -13,6 +13,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from halfmoon.cli.options import OptionInvalid
+from halfmoon.schemas.roles import ROLES, ProcessRole
 
 LOOPBACK = "127.0.0.1"
 PORT_MAX = 65535
@@ -64,13 +65,13 @@ class Targets:
         self._count = 0
         self._groups: list[dict[str, object]] = []
 
-    def flags(self, role: str) -> list[str]:
+    def flags(self, role: ProcessRole) -> list[str]:
         """For the command of the next process, whatever its environment says; a frontend has metrics at its
         own port.
 
         Raises OptionInvalid when the port cannot be had.
         """
-        if not self._base or role == "frontend":
+        if not self._base or ROLES[role].metrics_at_own_port:
             return ["--metrics", ""]
         port = self._base + self._count
         self._count += 1

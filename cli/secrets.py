@@ -148,7 +148,7 @@ def _folder(identity: Identity) -> str:
     """A node's store agent and worker are in one container; each tenant sees its own credentials only."""
     if identity.role == "tenant":
         return identity.name
-    return identity.node_id.rpartition("-")[0] if identity.role == "store" else identity.role
+    return identity.beside or identity.role
 
 
 def _with_key(folder: Path, identity: Identity, made: _Made) -> Identity:

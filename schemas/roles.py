@@ -1,6 +1,7 @@
-"""The roles of a cluster's processes: the one table that starting, stopping, containers and secrets read.
+"""The roles of a cluster's processes: one record for each, which all that varies by role is read from.
 
-What a role may say on NATS stands in `halfmoon.bus.permissions`, what its worker does in `halfmoon.workers`.
+It has what the role's workers do, the class that does it, what they may say and hear on NATS, and what starting,
+stopping, containers and secrets need to know.
 """
 
 from __future__ import annotations
@@ -8,11 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from halfmoon.schemas import subjects
+from halfmoon.schemas.contract import rights
+from halfmoon.schemas.contract.rights import ME, NODE, Rights
+
 WorkerRole = Literal["prefill", "decode", "attention", "mixed"]
 #: A worker's work: to compute prompts, to decode sequences in a batch, to hold KV of others' and attend to it.
 Duty = Literal["prompts", "batch", "holds"]
 #: Who is a member of the cluster: joins, beats and leaves by events.
 MemberRole = Literal[WorkerRole, "store", "frontend"]
+#: How a process is a member: by `WorkerJoined`, `StoreJoined`, `FrontendJoined`, or not at all.
+Membership = Literal["worker", "store", "frontend", "none"]
 #: "adapt": the adapter of an engine of another's, a mixed worker and the store of its node in one process.
 ProcessRole = Literal["conductor", "adapt", MemberRole]
 
@@ -23,14 +30,17 @@ ELASTIC_ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleTraits:
-    """What starting and stopping need to know of a role."""
+    """What a role is."""
 
-    #: How it is a member: by `WorkerJoined`, `StoreJoined`, `FrontendJoined`, or not at all.
-    member: Literal["worker", "store", "frontend", "none"]
+    member: Membership
     #: The cluster's secret names blocks and opens the data plane: who touches neither does not get it.
     has_secret: bool
     #: A cluster drains in this order, which is the way of a request: nothing waits for what is gone already.
     drain_rank: int
+    #: What it may say and hear on NATS.
+    rights: Rights
+    #: Module and name of its worker's class. It is imported where it runs: a process loads what its own role needs.
+    worker: tuple[str, str] = ("", "")
     #: What its workers do. A rule asks for the duty, so it is right for a role that is added.
     duties: frozenset[Duty] = frozenset()
     #: The longest requests that a worker's own cache holds at once, where no option says otherwise.
@@ -38,17 +48,125 @@ class RoleTraits:
     #: Workers of it that `halfmoon up` starts where no option says otherwise, and how many there must be.
     nodes: int = 2
     nodes_min: int = 1
+    #: It has a port of its own in any case, and serves its metrics there.
+    metrics_at_own_port: bool = False
 
+
+_OWN_STORE = rights.asks(NODE, rights.ASKED_BY_PAIR)
+_DRAWS = (subjects.tokens("*", ME), subjects.take("*", ME))
 
 ROLES: dict[ProcessRole, RoleTraits] = {
-    "frontend": RoleTraits(member="frontend", has_secret=True, drain_rank=0),
+    "frontend": RoleTraits(
+        member="frontend",
+        has_secret=True,
+        drain_rank=0,
+        metrics_at_own_port=True,
+        rights=Rights(
+            events=(
+                "FrontendJoined",
+                "FrontendHeartbeat",
+                "FrontendLeft",
+                "RequestArrived",
+                "RequestCancelled",
+            ),
+            publish=(
+                subjects.give("*", ME),
+                subjects.resend("*", ME),
+                subjects.status(subjects.CONDUCTORS),
+                subjects.view(subjects.CONDUCTORS),
+                subjects.explain("*"),
+                f"{subjects.ROOT}.cancel",
+                *rights.PLACES,
+                *rights.MISSED,
+                rights.ANSWERS,
+                rights.CLIENT_INBOXES,
+            ),
+            hear=(
+                rights.INBOX,
+                subjects.api("*"),
+                subjects.api("*", "*"),
+                "$SRV.>",
+                f"{subjects.ROOT}.cancel",
+                subjects.take(ME, "*"),
+                subjects.tokens(ME, "*"),
+                subjects.decisions_for(ME),
+                subjects.placements_for(ME),
+            ),
+        ),
+    ),
     "prefill": RoleTraits(
-        member="worker", has_secret=True, drain_rank=1, duties=frozenset({"prompts"}), contexts=1
+        member="worker",
+        has_secret=True,
+        drain_rank=1,
+        duties=frozenset({"prompts"}),
+        contexts=1,
+        worker=("halfmoon.workers.prefill.worker", "PrefillWorker"),
+        rights=Rights(
+            events=(*rights.WORKER_EVENTS, "PrefillFinished", "PrefillFailed", "StageFinished"),
+            publish=(
+                subjects.kv("*", "PrefillResult", ME),
+                subjects.take("*", ME),
+                *_OWN_STORE,
+                *rights.PLACES,
+                *rights.MISSED,
+            ),
+            hear=(rights.INBOX, subjects.decisions_for(ME), subjects.give(ME, "*"), subjects.kv_for(ME)),
+        ),
     ),
     "decode": RoleTraits(
-        member="worker", has_secret=True, drain_rank=1, duties=frozenset({"batch"}), contexts=2
+        member="worker",
+        has_secret=True,
+        drain_rank=1,
+        duties=frozenset({"batch"}),
+        contexts=2,
+        worker=("halfmoon.workers.decode.worker", "DecodeWorker"),
+        rights=Rights(
+            events=(
+                *rights.WORKER_EVENTS,
+                "DecodeStarted",
+                "DecodeRefused",
+                "DecodeFailed",
+                "RequestFinished",
+                "KvMoved",
+                "KvMoveRefused",
+            ),
+            publish=(
+                subjects.tokens("*", ME),
+                subjects.hold("*", ME),
+                subjects.take("*", ME),
+                *_OWN_STORE,
+                *rights.PLACES,
+                *rights.MISSED,
+                rights.ANSWERS,
+            ),
+            hear=(
+                rights.INBOX,
+                subjects.decisions_for(ME),
+                subjects.give(ME, "*"),
+                subjects.kv_for(ME),
+                subjects.resend(ME, "*"),
+                subjects.hold(ME, "*"),
+            ),
+        ),
     ),
-    "adapt": RoleTraits(member="worker", has_secret=False, drain_rank=1, nodes=0, nodes_min=0),
+    # Both that it is: a mixed worker, which may also fail an answer that is begun, and the store of its node.
+    "adapt": RoleTraits(
+        member="worker",
+        has_secret=False,
+        drain_rank=1,
+        nodes=0,
+        nodes_min=0,
+        rights=Rights(
+            events=(*rights.WORKER_EVENTS, *rights.MIXED_EVENTS, "DecodeFailed", *rights.STORE_EVENTS),
+            publish=(*_DRAWS, *rights.PLACES, *rights.MISSED_DECISIONS, rights.ANSWERS),
+            hear=(
+                rights.INBOX,
+                subjects.decisions_for(ME),
+                subjects.give(ME, "*"),
+                subjects.resend(ME, "*"),
+            ),
+        ),
+    ),
     # Decode workers need the KV that it holds as long as they decode.
     "attention": RoleTraits(
         member="worker",
@@ -58,6 +176,17 @@ ROLES: dict[ProcessRole, RoleTraits] = {
         contexts=4,
         nodes=0,
         nodes_min=0,
+        worker=("halfmoon.workers.attention.worker", "AttentionWorker"),
+        rights=Rights(
+            events=rights.WORKER_EVENTS,
+            publish=(
+                *rights.asks(NODE, rights.ASKED_BY_HOLDERS),
+                *rights.PLACES,
+                *rights.MISSED_DECISIONS,
+                rights.ANSWERS,
+            ),
+            hear=(rights.INBOX, subjects.decisions_for(ME), subjects.hold(ME, "*")),
+        ),
     ),
     # It prefills and decodes in one loop: either pair of pools, or it, serves a cluster.
     "mixed": RoleTraits(
@@ -68,8 +197,75 @@ ROLES: dict[ProcessRole, RoleTraits] = {
         contexts=2,
         nodes=0,
         nodes_min=0,
+        worker=("halfmoon.workers.mixed.worker", "MixedWorker"),
+        rights=Rights(
+            events=(*rights.WORKER_EVENTS, *rights.MIXED_EVENTS),
+            publish=(
+                *_DRAWS,
+                *rights.asks(NODE, rights.ASKED_BY_MIXED),
+                *rights.PLACES,
+                *rights.MISSED_DECISIONS,
+                rights.ANSWERS,
+            ),
+            hear=(
+                rights.INBOX,
+                subjects.decisions_for(ME),
+                subjects.give(ME, "*"),
+                subjects.kv(ME, "KvLoaded", NODE),
+                subjects.resend(ME, "*"),
+            ),
+        ),
     ),
-    "store": RoleTraits(member="store", has_secret=True, drain_rank=3),
-    "conductor": RoleTraits(member="none", has_secret=False, drain_rank=4),
+    "store": RoleTraits(
+        member="store",
+        has_secret=True,
+        drain_rank=3,
+        rights=Rights(
+            events=(*rights.STORE_EVENTS, "TierLost", "StoreSuspected"),
+            author=NODE,
+            publish=(
+                *(
+                    subjects.kv("*", kind, NODE)
+                    for kind in ("TransferOpened", "TransferFailed", "KvReady", "KvLoaded")
+                ),
+                *rights.asks("*", rights.ASKED_BY_STORES),
+                *rights.PLACES,
+                *rights.MISSED,
+                rights.ANSWERS,
+            ),
+            hear=(
+                rights.INBOX,
+                subjects.decisions_for(NODE),
+                subjects.store(NODE, "*"),
+                subjects.events_of_kind("StoreJoined"),
+            ),
+        ),
+    ),
+    "conductor": RoleTraits(
+        member="none",
+        has_secret=False,
+        drain_rank=4,
+        rights=Rights(
+            events=("ClusterConfigured", "TimerFired", "StateDigested"),
+            publish=(
+                subjects.DECISIONS_ALL,
+                subjects.SNAPSHOTS_ALL,
+                subjects.status(subjects.CONDUCTORS),
+                *rights.PLACES,
+                *rights.creates(subjects.STREAMS),
+                *rights.LOG,
+                rights.PURGES_SNAPSHOTS,
+                *rights.READS_EVENTS,
+                rights.ANSWERS,
+            ),
+            hear=(
+                rights.INBOX,
+                subjects.status(ME),
+                subjects.status(subjects.CONDUCTORS),
+                subjects.view(subjects.CONDUCTORS),
+                subjects.explain(ME),
+            ),
+        ),
+    ),
 }
 WORKER_ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)

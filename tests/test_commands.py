@@ -25,8 +25,9 @@ STATUS_MODULES_MAX = 235
 TALK = {"asyncio", "msgspec", "nats", "orjson", "ssl", "uvloop"}
 IMPORTED_BY_HELP = {
     "halfmoon.bus", "halfmoon.bus.errors", "halfmoon.cli", "halfmoon.cli.commands", "halfmoon.cli.main",
-    "halfmoon.cli.options", "halfmoon.cli.output", "halfmoon.schemas", "halfmoon.schemas.numbers",
-    "halfmoon.schemas.roles", "halfmoon.workers", "halfmoon.workers.model", "halfmoon.workers.model.loading",
+    "halfmoon.cli.options", "halfmoon.cli.output", "halfmoon.schemas", "halfmoon.schemas.contract",
+    "halfmoon.schemas.contract.rights", "halfmoon.schemas.numbers", "halfmoon.schemas.roles",
+    "halfmoon.schemas.subjects", "halfmoon.workers", "halfmoon.workers.model", "halfmoon.workers.model.loading",
     "halfmoon.workers.model.loading.errors",
 }  # fmt: skip
 PROGRAM = """
@@ -62,7 +63,7 @@ def test_status_imports_what_talking_needs() -> None:
     ours = {name for name in found if name.startswith("halfmoon.")}
     assert ours <= IMPORTED_BY_HELP | {
         "halfmoon.bus.config", "halfmoon.cli.client", "halfmoon.cli.client.api_client", "halfmoon.cli.lean_nats",
-        "halfmoon.cli.run_file", "halfmoon.cli.status", "halfmoon.schemas.subjects",
+        "halfmoon.cli.run_file", "halfmoon.cli.status",
     }  # fmt: skip
     assert len(found) <= STATUS_MODULES_MAX, sorted(found)
     assert "tqdm" in imported_by("simulate", "--help")  # it is seen where it is needed

@@ -28,6 +28,9 @@ from tests.sources import dotted, nodes, parsed
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
+#: Comparisons with a role's name, as `benchmarks/structure.py` counts them.
+ROLE_COMPARISONS_MAX = 10
+
 #: What each folder (or module that stands alone) may import of halfmoon, beside itself. A name is the longest
 #: row that is a prefix of it: a row speaks for the folders inside it that have none of their own.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -577,6 +580,11 @@ def test_a_circle_is_found_behind_type_checking_too(tmp_path: Path) -> None:
     behind = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from halfmoon.bus.a import A\n"
     (tmp_path / "bus" / "b.py").write_text(behind)
     assert structure.circles(structure.read_modules(tmp_path)) == [["bus.a", "bus.b"]]
+
+
+def test_a_role_is_asked_for_its_record(modules: dict[str, structure.Module]) -> None:
+    """Not for its name: a role that is added would be forgotten there."""
+    assert sum(module.role_comparisons() for module in modules.values()) <= ROLE_COMPARISONS_MAX
 
 
 def test_a_class_name_has_one_owner(modules: dict[str, structure.Module]) -> None:

@@ -45,7 +45,7 @@ from halfmoon.schemas.events import (
     WorkerLeft,
 )
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.roles import ROLES, WORKER_ROLES
+from halfmoon.schemas.roles import ROLES, WORKER_ROLES, ProcessRole
 from halfmoon.store.pool.segment import remove_stale
 
 START_S_MAX = 300.0
@@ -212,7 +212,7 @@ class LocalCluster:
     async def _child(
         self,
         name: str,
-        command: str,
+        command: ProcessRole,
         own: Mapping[str, Any],
         *,
         node_number: int = 0,

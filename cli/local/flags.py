@@ -13,7 +13,7 @@ from typing import Any
 from halfmoon.cli.commands import parser_of
 from halfmoon.cli.options import PREFIX, OptionInvalid
 from halfmoon.cli.processes.attention import decode_attention
-from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.roles import ROLES, WorkerRole
 
 DRAIN_S = 8.0
 PORT_MAX = 65535
@@ -87,10 +87,11 @@ def secret_environment(args: argparse.Namespace) -> dict[str, str]:
 
 def worker_flags(args: argparse.Namespace, role: WorkerRole) -> dict[str, Any]:
     """Options of a worker that follow from several of `up`'s."""
+    holds = "holds" in ROLES[role].duties
     return {
         "kv_blocks": getattr(args, f"{role}_kv_blocks") or args.kv_blocks,
         "decode_attention": decode_attention(args, attention_workers=args.attention),
         "iteration_ms": args.tbt_slo_ms,
-        "attention_parts": args.attention if role == "attention" and args.attention_split == "heads" else 1,
-        "attention_segments": role == "attention" and args.attention_split == "sequence",
+        "attention_parts": args.attention if holds and args.attention_split == "heads" else 1,
+        "attention_segments": holds and args.attention_split == "sequence",
     }

@@ -21,6 +21,7 @@ from halfmoon.cli.shared_options import ModelOptions, ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.roles import ROLES
 from halfmoon.workers.adapters.options import EVENTS_PORT, AdapterOptions
 from halfmoon.workers.model.loading.files import ModelConfig, load_config
 
@@ -67,7 +68,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def _check(options: AdapterOptions) -> None:
-    if options.role != "mixed":
+    if not ROLES[options.role].duties >= {"prompts", "batch"}:
         raise OptionInvalid(
             f"--role {options.role}: an engine is adapted as a mixed worker; prefill and decode apart "
             "(kv_transfer_params) are not built"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from halfmoon.cli.options import OptionInvalid, secret
 from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.roles import ROLES
 from halfmoon.workers.model.loading.files import load_config
 
 if TYPE_CHECKING:
@@ -67,15 +68,17 @@ def heads_of_part(args: argparse.Namespace, layout: Layout, worker_id: str) -> t
 
 def channels(args: argparse.Namespace, worker_id: str, layout: Layout) -> ChannelConfig | None:
     """How the worker attends for others, or they for it; None: neither. Raises OptionInvalid."""
-    match args.command:
-        case "attention":
-            option, parts = "attention", args.attention_parts
-        case "decode" if decode_attention(args) == "remote":
-            option, parts = "--decode-attention remote", 1
-        case "decode" if args.lend:
-            option, parts = "--lend", 1
-        case _:
-            return None
+    duties = ROLES[args.command].duties
+    if "holds" in duties:
+        option, parts = "attention", args.attention_parts
+    elif duties != {"batch"}:
+        return None
+    elif decode_attention(args) == "remote":
+        option, parts = "--decode-attention remote", 1
+    elif args.lend:
+        option, parts = "--lend", 1
+    else:
+        return None
     _check_split(layout, option)
     return _channels(args, worker_id, layout, head_shares=parts)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import os
 import time
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
 
@@ -57,7 +58,8 @@ async def run(args: argparse.Namespace) -> int:
     if not args.layout_file:  # else `halfmoon up` has done it
         models.check_texts(args.model)
     layout = models.layout_of(args)
-    elsewhere = role == "decode" and decode_attention(args) == "remote"
+    duties = ROLES[role].duties
+    elsewhere = duties == {"batch"} and decode_attention(args) == "remote"
     may_become = roles_of(args, role, elsewhere=elsewhere)
     context = models.context_tokens_max(args)
     kv_blocks = args.kv_blocks or max(
@@ -67,7 +69,7 @@ async def run(args: argparse.Namespace) -> int:
     # Two workers on two cores collapse when idle threads spin.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     say(f"{role} worker {worker_id}: loading {layout.model} ({layout.dtype}, {layout.numerics} numerics)")
-    first_kv_head, kv_heads = heads_of_part(args, layout, worker_id) if role == "attention" else (0, 0)
+    first_kv_head, kv_heads = heads_of_part(args, layout, worker_id) if "holds" in duties else (0, 0)
     lending = channels(args, worker_id, layout)
     stages = stage_channels(
         args, worker_id, layout, prefills=any(ROLES[one].duties == {"prompts"} for one in (role, *may_become))
@@ -83,7 +85,9 @@ async def run(args: argparse.Namespace) -> int:
     follows: dict[str, Any] = {
         "kv_blocks": kv_blocks,
         "batch_max": options.batch_max if layout.layers else 1024,
-        "token_budget": token_budget_of(args, options, layout, profile, kv_blocks) if role == "mixed" else 0,
+        "token_budget": token_budget_of(args, options, layout, profile, kv_blocks)
+        if duties >= {"prompts", "batch"}
+        else 0,
         "decode_groups": 0 if options.decode_groups == "auto" else options.decode_groups,
     }
     config = WorkerConfig(
@@ -94,14 +98,14 @@ async def run(args: argparse.Namespace) -> int:
         profile=profile,
         context_tokens_max=context,
         exact_numerics=_tried(engine, layout, f"{role} worker {worker_id}")
-        if ROLES[role].duties & {"prompts", "batch"}
+        if duties & {"prompts", "batch"}
         else "",
         lending=lending,
         stage_channels=stages,
         cache_elsewhere=elsewhere,
         first_kv_head=first_kv_head,
         kv_heads=kv_heads,
-        holds_segments=role == "attention" and args.attention_segments,
+        holds_segments="holds" in duties and args.attention_segments,
         may_become=may_become,
     )
     stop = stop_signal()
@@ -123,7 +127,7 @@ async def _serve(
     tracing = start_tracing(args, role, worker_id)
     bus = await connect(args, worker_id)
     store = AgentClient(bus, node_id=args.node, worker_id=worker_id) if config.layout.block_bytes else None
-    worker = _kind(role)(bus, engine, store, config)
+    worker = class_of(role)(bus, engine, store, config)
     worker.tracing = tracing
     # An iteration of a mixed worker is neither a prefill nor a step of the profile's.
     if config.layout.layers and ROLES[role].duties in ({"prompts"}, {"batch"}):
@@ -159,26 +163,11 @@ def roles_of(args: argparse.Namespace, role: WorkerRole, *, elsewhere: bool) -> 
     return ELASTIC_ROLES
 
 
-def _kind(role: WorkerRole) -> type[Worker]:
-    match role:
-        case "prefill":
-            from halfmoon.workers.prefill.worker import PrefillWorker
-
-            return PrefillWorker
-        case "decode":
-            from halfmoon.workers.decode.worker import DecodeWorker
-
-            return DecodeWorker
-        case "mixed":
-            from halfmoon.workers.mixed.worker import MixedWorker
-
-            return MixedWorker
-        case "attention":
-            from halfmoon.workers.attention.worker import AttentionWorker
-
-            return AttentionWorker
-        case _:
-            assert_never(role)
+def class_of(role: WorkerRole) -> type[Worker]:
+    """As the role's record says. Its module is imported."""
+    module, name = ROLES[role].worker
+    kind: type[Worker] = getattr(importlib.import_module(module), name)
+    return kind
 
 
 def _engine(

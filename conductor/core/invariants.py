@@ -49,17 +49,18 @@ def _check_orders(state: State) -> None:
         decode = state.workers.get(order.decode_id)
         assert decode is not None, ("I3 decode half nowhere", order)
         assert order_id in decode.orders, ("I3 decode half nowhere", order)
+        prefills = order.phase == "prefill"
         prefill = state.workers.get(order.prefill_id)
         held = prefill is not None and order_id in prefill.prefills
-        assert held == (order.phase == "prefill"), ("I4 prefill half", order.phase, order)
+        assert held == prefills, ("I4 prefill half", order.phase, order)
         # Else a stage is booked on a worker that will never say that it is over.
-        assert order.phase == "prefill" or not order.prefill.staged, ("I5 stages after the prefill", order)
+        assert prefills or not order.prefill.staged, ("I5 stages after the prefill", order)
         for worker_id in order.prefill.staged:
             stage = state.workers.get(worker_id)
             assert stage is not None, ("I6 a stage nowhere", order)
             assert order_id in stage.orders, ("I6 a stage nowhere", order)
         leaves = order_id in state.leaving.get(order.prefill.fetch_node_id, {})
-        assert leaves == (order.phase == "prefill" and order.prefill.fetch_node_id != ""), ("I7 fetch", order)
+        assert leaves == (prefills and order.prefill.fetch_node_id != ""), ("I7 fetch", order)
     for node_id, ends in state.leaving.items():
         assert ends, ("I8 no transfer", node_id)
         for order_id in ends:

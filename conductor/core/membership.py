@@ -7,7 +7,7 @@ every process's last heartbeat counts as later by the length of the silence.
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import assert_never, cast
 
 from halfmoon.conductor.core.booking import withdraw
 from halfmoon.conductor.core.loans import end_move
@@ -334,26 +334,15 @@ def bridge_silence(state: State, at_ns: int) -> None:
         return
     if state.timers_in_row > len(state.workers) + len(state.stores) + len(state.frontends):
         return  # the log goes on, with nothing but timers: it is they who are silent
-    members: list[WorkerRecord | StoreRecord | FrontendRecord] = [
-        *state.workers.values(),
-        *state.stores.values(),
-        *state.frontends.values(),
-    ]
-    for member in members:
-        member.last_seen_ns += gap_ns
+    for members in state.members.values():
+        for member in members.values():
+            member.last_seen_ns += gap_ns
 
 
 def loss_timer_fired(state: State, key: str, at_ns: int, out: StepOutput) -> None:
     """The timer `key` of a process, set for `at_ns`, is due."""
     _, role, process_id, incarnation = key.split(":")
-    member: WorkerRecord | StoreRecord | FrontendRecord | None
-    match role:
-        case "store":
-            member = state.stores.get(process_id)
-        case "frontend":
-            member = state.frontends.get(process_id)
-        case _:
-            member = state.workers.get(process_id)
+    member = state.members[ROLES[cast("MemberRole", role)].member].get(process_id)
     if member is None or member.incarnation != incarnation:
         return
     if state.at_ns - member.last_seen_ns < state.policy.lost_after_ns:

@@ -15,7 +15,7 @@ from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons, w
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.schemas.decisions import Fetch
 from halfmoon.schemas.lending import KvPart
-from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.roles import ROLES, WorkerRole
 
 PREFILL_HEADS = (
     "",
@@ -137,8 +137,9 @@ def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
 
 
 def _corrected(worker_id: str, role: WorkerRole, permille: int, neighbours: int) -> str:
-    beside = "" if role == "decode" else f", beside {neighbours} busy neighbour{'s' * (neighbours != 1)}"
-    done = "steps" if role == "decode" else "prefills"
+    steps = ROLES[role].duties == {"batch"}
+    beside = "" if steps else f", beside {neighbours} busy neighbour{'s' * (neighbours != 1)}"
+    done = "steps" if steps else "prefills"
     return f"{worker_id}: its last {done} took {permille / 1_000:.2f} times what was fitted{beside}; predicted so"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
-from typing import get_args
+from typing import cast
 
 import msgspec
 
@@ -35,10 +35,8 @@ from halfmoon.schemas.events import (
     WorkerLeft,
 )
 from halfmoon.schemas.policy import Policy
-from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.roles import ROLES, WORKER_ROLES, MemberRole, WorkerRole
 
-#: Roles in the order of their lanes.
-ROLES = get_args(WorkerRole)
 #: Points of a curve: at most, and after every other one was dropped.
 SAMPLES_MAX = 1_600
 
@@ -142,7 +140,7 @@ def timeline(replay: Replay) -> Timeline:
         roles.setdefault(name, "prefill")
     for name in [bar.lane for bar in decode] + [name for sample in samples for name in sample.sequences]:
         roles.setdefault(name, "decode")
-    lanes = dict(sorted(roles.items(), key=lambda lane: (ROLES.index(lane[1]), _natural(lane[0]))))
+    lanes = dict(sorted(roles.items(), key=lambda lane: (WORKER_ROLES.index(lane[1]), _natural(lane[0]))))
     rows = _stack([*prefill, *decode])  # together: a mixed worker has both roles, another may have had both
     return Timeline(
         start_ns=start_ns,
@@ -222,8 +220,8 @@ def happened(event: Event, at_ns: int, roles: Mapping[str, str], core: Core) -> 
             _, role, name, _ = event.key.split(":")
             state = core.state
             # A worker may have the name of its node, whose store agent may live on.
-            members = {"store": {*state.stores}, "frontend": {*state.frontends}}
-            if event.key in state.timers or name in members.get(role, {*state.workers}):
+            membership = ROLES[cast("MemberRole", role)].member if role in ROLES else "worker"
+            if event.key in state.timers or name in state.members[membership]:
                 return []  # it lives: the timer was set anew, or it is of an earlier incarnation
             lane = name if name in roles else _at_node(name, core) if role == "store" else ""
             return [Happening(at_ns, "lost", lane, f"{role} {name} was not heard of any more")]

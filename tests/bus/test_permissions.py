@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import nats
 import nkeys
@@ -24,18 +25,17 @@ import pytest
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.bus.permissions import (
-    _ASKED_BY_OPERATORS,
-    _ASKED_BY_PROGRAMS,
-    _ASKED_BY_STORES,
-    _ASKED_BY_WORKERS,
-    _SAID,
-    cluster_identities,
-)
+from halfmoon.bus.permissions import RIGHTS, Role, cluster_identities
 from halfmoon.bus.streams import StreamLimits
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.conductor.live import shell
 from halfmoon.schemas import subjects
+from halfmoon.schemas.contract.rights import (
+    ASKED_BY_OPERATORS,
+    ASKED_BY_PAIR,
+    ASKED_BY_PROGRAMS,
+    ASKED_BY_STORES,
+)
 from halfmoon.schemas.events import (
     EVENT_TYPES,
     PrefillFailed,
@@ -213,7 +213,7 @@ async def test_a_role_publishes_only_what_is_its_own(
         allowed = [subject for subject in MAY_NOT_SAY[name] if await noting.may_publish(nc, subject)]
         assert allowed == []
         role = "store" if name.startswith("store-") else name.partition("-")[0]
-        for kind in _SAID.get(role, ()):  # and this it may
+        for kind in RIGHTS[cast("Role", role)].events:  # and this it may
             assert await noting.may_publish(nc, subjects.event(name.removeprefix("store-"), kind)), kind
 
 
@@ -228,15 +228,13 @@ async def test_a_role_hears_only_what_is_its_own(servers: ServerCluster, name: s
 @pytest.mark.pure
 def test_every_event_and_every_call_of_a_store_is_somebodys() -> None:
     """A message that is added must be allowed to somebody."""
-    said = {kind for kinds in _SAID.values() for kind in kinds}
+    said = {kind for rights in RIGHTS.values() for kind in rights.events}
     assert said == {kind.__name__ for kind in EVENT_TYPES}
-    of_one_role = {"push", "keep"}
     assert set(VERBS) == {
-        *_ASKED_BY_WORKERS,
-        *_ASKED_BY_STORES,
-        *_ASKED_BY_PROGRAMS,
-        *_ASKED_BY_OPERATORS,
-        *of_one_role,
+        *ASKED_BY_PAIR,
+        *ASKED_BY_STORES,
+        *ASKED_BY_PROGRAMS,
+        *ASKED_BY_OPERATORS,
     }
 
 
@@ -247,7 +245,7 @@ def test_what_a_store_asks_of_others_it_may_ask() -> None:
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("peers.ask", "self.ask")):
                 asked |= {word.value for word in call.args if isinstance(word, ast.Constant)}
-    assert {"hello", "lease", "replicate"} < asked <= set(_ASKED_BY_STORES)
+    assert {"hello", "lease", "replicate"} < asked <= set(ASKED_BY_STORES)
 
 
 async def test_a_payload_that_speaks_for_another_is_dropped(servers: ServerCluster, conductor: Bus) -> None:

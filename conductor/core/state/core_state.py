@@ -6,6 +6,7 @@ the log; what stands behind each id is in `records`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import msgspec
@@ -25,6 +26,7 @@ from halfmoon.conductor.core.state.records import (
     WorkerRecord,
 )
 from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.roles import Membership
 
 #: How many ended requests are remembered, so that a repeated `RequestArrived` starts nothing.
 FINISHED_MAX = 16_384
@@ -82,6 +84,11 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     def log_ns(self, stamped_ns: int) -> int:
         """The log's time of what the server stamped since its clock was last set."""
         return stamped_ns + self.clock_lead_ns
+
+    @property
+    def members(self) -> dict[Membership, Mapping[str, WorkerRecord | StoreRecord | FrontendRecord]]:
+        """The processes that are known, by how they are members."""
+        return {"worker": self.workers, "store": self.stores, "frontend": self.frontends}
 
     @cached_property
     def loads(self) -> LoadIndexes:
