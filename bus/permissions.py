@@ -71,7 +71,8 @@ _ASKED_BY_STORES = (
     "remove",  # copies of blocks on other nodes
     "status",  # its free slots, for the blocks of a node that is drained
 )
-_ASKED_BY_OPERATORS = ("status", "drain")
+#: The last four to read blocks, for `halfmoon audit`.
+_ASKED_BY_OPERATORS = ("status", "drain", "attach", "take", "keep", "release")
 
 
 @dataclass(frozen=True, kw_only=True)
