@@ -55,6 +55,7 @@ COMMANDS = (
     ),
     Command("role", "halfmoon.cli.role", "let a prefill worker become a decode worker, or the reverse"),
     Command("drain", "halfmoon.cli.drain", "let a node's store leave, its blocks kept"),
+    Command("audit", "halfmoon.cli.audit.command", "compute cached blocks again, and compare their bits"),
     Command(
         "conductor",
         "halfmoon.cli.processes.conductor",

@@ -24,6 +24,7 @@ from halfmoon.bus import errors as bus_errors
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import store as messages
 from halfmoon.schemas import subjects
+from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.types import KEY_BYTES, Message
 from halfmoon.store.errors import AgentUnreachable, BlockMissing, LeaseLost, NotAttached, from_code
 from halfmoon.store.pool.segment import Geometry, PoolView, SegmentError
@@ -74,6 +75,12 @@ class AgentClient:
     def view(self) -> PoolView:
         assert self._view is not None, "attach first"
         return self._view
+
+    @property
+    def layout(self) -> Layout:
+        """That of the node's blocks, as its agent told it last."""
+        assert self._attached is not None, "attach first"
+        return self._attached.layout
 
     # --- attach ---------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ import xxhash
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import store as messages
+from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import (
@@ -172,6 +173,11 @@ class StoreClient:
     def block_bytes(self) -> int:
         """Length of every value."""
         return self._door.view.geometry.block_bytes
+
+    @property
+    def layout(self) -> Layout:
+        """That of the node's blocks, as its agent told it."""
+        return self._door.layout
 
     # --- one block ------------------------------------------------------------------------------------------
 

@@ -113,4 +113,5 @@ ASKED_BY_STORES = (
     "remove",  # copies of blocks on other nodes
     "status",  # its free slots, for the blocks of a node that is drained
 )
-ASKED_BY_OPERATORS = ("status", "drain")
+#: The last four to read blocks, for `halfmoon audit`.
+ASKED_BY_OPERATORS = ("status", "drain", "attach", "take", "keep", "release")

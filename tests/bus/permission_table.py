@@ -75,6 +75,10 @@ halfmoon.store.<node>.release              prefill decode attention mixed
 halfmoon.store.<node>.status               prefill decode attention mixed
 halfmoon.store.*.status                    operator store
 halfmoon.store.*.drain                     operator
+halfmoon.store.*.attach                    operator
+halfmoon.store.*.take                      operator
+halfmoon.store.*.keep                      operator
+halfmoon.store.*.release                   operator
 halfmoon.store.*.hello                     store
 halfmoon.store.*.lease                     store
 halfmoon.store.*.end_lease                 store

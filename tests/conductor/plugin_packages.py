@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from halfmoon.conductor import plugins
 from halfmoon.conductor.core.placement.policies import POLICIES
@@ -36,21 +36,26 @@ def example_package(place: Path, *, version: str = "1") -> None:
     package(place, FEWEST_ORDERS, changed, project["entry-points"][GROUP])
 
 
-def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_installed() -> None:
     """As in a new process: no policy of another package is known, and none of these modules is loaded."""
-    monkeypatch.setattr(plugins, "_installed", {})
-    monkeypatch.setattr(plugins, "failures", type(plugins.failures)())
-    for name in [name for name in POLICIES if "@" in name]:
-        monkeypatch.delitem(POLICIES, name)
+    for title in plugins.installed():
+        del POLICIES[title]
+    plugins._installed.clear()
+    plugins.failures.clear()
     for name in [name for name in sys.modules if name.startswith("halfmoon_")]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]
 
 
-def site_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of packages with the example in it; nothing of it is installed in the core yet."""
-    nothing_installed(monkeypatch)
+@contextlib.contextmanager
+def site_of(tmp_path: Path) -> Iterator[Path]:
+    """A folder of packages with the example in it; nothing of it is installed in the core yet, nor is it afterwards."""
     place = tmp_path / "site"
     place.mkdir()
     example_package(place)
-    monkeypatch.syspath_prepend(str(place))
-    return place
+    nothing_installed()
+    sys.path.insert(0, str(place))
+    try:
+        yield place
+    finally:
+        sys.path.remove(str(place))
+        nothing_installed()

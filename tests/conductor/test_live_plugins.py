@@ -14,7 +14,6 @@ from live_conductors import CLUSTER, client, conductor, decisions_of, log_of, re
 from live_conductors import status as status_of
 from plugin_packages import site_of
 
-from halfmoon.conductor.core.placement.policies import POLICIES
 from halfmoon.conductor.plugins import install_plugins, installed
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import PolicyChanged
@@ -24,12 +23,10 @@ QUIET = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    place = site_of(tmp_path, monkeypatch)
-    install_plugins()
-    yield place
-    for name in installed():
-        del POLICIES[name]
+def site(tmp_path: Path) -> Iterator[Path]:
+    with site_of(tmp_path) as place:
+        install_plugins()
+        yield place
 
 
 async def halfmoon(url: str, *words: str, packages: str = "") -> tuple[int, str]:

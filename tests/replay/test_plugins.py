@@ -15,7 +15,7 @@ from recorded import HEADER, saved, status_of
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.cli.policy import changed
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement.policies import POLICIES, PolicyMissing
+from halfmoon.conductor.core.placement.policies import PolicyMissing
 from halfmoon.conductor.plugins import failed, install_plugins, installed, policy_title
 from halfmoon.conductor.replay.logfile import Line, lines_of_step
 from halfmoon.conductor.simulation.profiles import load_profile
@@ -40,10 +40,9 @@ def plugin(name, version, number):
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield site_of(tmp_path, monkeypatch)
-    for name in installed():
-        del POLICIES[name]
+def site(tmp_path: Path) -> Iterator[Path]:
+    with site_of(tmp_path) as place:
+        yield place
 
 
 def brought(site: Path, name: str, source: str) -> None:
@@ -81,7 +80,7 @@ def test_a_plugin_chooses_replays_and_is_explained(site: Path, tmp_path: Path, c
 
 
 def test_a_log_is_refused_by_name_where_its_version_is_absent(
-    site: Path, tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+    site: Path, tmp_path: Path, capsys: Said
 ) -> None:
     install_plugins()
     log = tmp_path / "log.jsonl.zst"
@@ -90,7 +89,7 @@ def test_a_log_is_refused_by_name_where_its_version_is_absent(
     core.state.policy = Policy(name="fewest-orders@1")
     snapshot = core.snapshot()
     for there in ("fewest-orders@2", "none"):
-        nothing_installed(monkeypatch)
+        nothing_installed()
         example_package(site, version="2")
         if there == "none":
             (site / f"{FEWEST_ORDERS}-1.0.dist-info" / "entry_points.txt").unlink()

@@ -1,0 +1,1 @@
+"""`halfmoon audit`: cached blocks are computed again, and their bits compared."""
