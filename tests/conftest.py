@@ -74,7 +74,6 @@ GARBAGE = (100_000, 20, 50)
 def pytest_collection_finish() -> None:
     gc.set_threshold(*GARBAGE)
     gc.enable()
-    gc.collect()
     gc.freeze()
 
 

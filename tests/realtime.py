@@ -88,6 +88,15 @@ MARKED_WITHIN = {
     "vllm/test_differences.py",
     "vllm/test_recorded.py",
 }
+#: Each of their tests skips in the default suite: a target of its own brings the containers, the server or the devices.
+ELSEWHERE = {
+    "docker/test_attention.py",
+    "docker/test_compose.py",
+    "docker/test_observability.py",
+    "observability/test_prometheus.py",
+    "rdma/test_pairs.py",
+    "rdma/test_two_hosts.py",
+}
 #: One process runs all tests of these, one after the other: a cluster has more processes than the machine has cores.
 CLUSTERS = {"adapters/test_fleet.py", "cluster", "replay/test_cluster_log.py", "test_guardian.py"}
 
@@ -136,14 +145,17 @@ def _place(path: str, among: set[str]) -> bool:
 
 
 def counted(root: Path) -> tuple[int, int, int]:
-    """Functions of tests below `root`, those of them that rest on real time, and those of these that no marker leaves
-    out of the default suite.
+    """Functions of tests below `root`, those of them that rest on real time, and those of these that the default suite
+    runs: no marker leaves them out, and they are not of ELSEWHERE.
     """
     every = resting = blocking = 0
     for path in sorted((root / "tests").rglob("test_*.py")):
-        whole = is_realtime(path.relative_to(root).as_posix())
+        place = path.relative_to(root).as_posix()
+        whole = is_realtime(place)
         tree = ast.parse(path.read_text())
-        left_out = any(_is_pytestmark(node) and _has(node, "slow") for node in tree.body)
+        left_out = _place(place, ELSEWHERE) or any(
+            _is_pytestmark(node) and _has(node, "slow") for node in tree.body
+        )
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
                 every += 1

@@ -38,6 +38,7 @@ async def test_what_never_comes_is_late_and_named(monkeypatch: pytest.MonkeyPatc
     assert late.value.__notes__ == ["['nobody', 'speaks']"]
 
 
+@pytest.mark.pure
 async def test_a_conditions_own_error_is_its_own() -> None:
     def refuses() -> bool:
         raise TimeoutError("no server")

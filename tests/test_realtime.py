@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
 import pytest
 
-from tests.realtime import counted, is_realtime, sockets_only_if, starts_clusters
+from tests.realtime import ELSEWHERE, counted, is_realtime, sockets_only_if, starts_clusters
 
 
 @pytest.mark.realtime
@@ -36,8 +37,18 @@ def test_functions_are_counted(tmp_path: Path) -> None:
         "tests/store/test_client.py": "def test_a(): ...\nasync def test_b(): ...\ndef other(): ...\n"
         "@pytest.mark.pure\ndef test_c(): ...\n@pytest.mark.slow\ndef test_d(): ...\n",
         "tests/store/test_engine.py": "pytestmark = [pytest.mark.slow]\ndef test_a(): ...\n",
+        "tests/rdma/test_pairs.py": "def test_a(): ...\n",
         "tests/test_x.py": "@pytest.mark.realtime\ndef test_a(): ...\nclass TestB:\n    def test_b(self): ...\n",
     }.items():
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place).write_text(source)
-    assert counted(tmp_path) == (7, 5, 3)
+    assert counted(tmp_path) == (8, 6, 3)
+
+
+def test_what_skips_in_the_default_suite_names_its_target() -> None:
+    for place in ELSEWHERE:
+        file = Path(__file__).parent / place
+        said = [file.read_text()]
+        if (beside := file.with_name("conftest.py")).exists():
+            said.append(beside.read_text())
+        assert re.search(r"skip.*make test-(docker|observability|rdma)", "\n".join(said)), place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,17 @@ def given(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(args), "command": "up", "attention_split": "heads", **changes})
 
 
+#: One of each: a parser takes longer to be made than to parse.
+one_parser_of = functools.cache(parser_of)
+
+
 def as_started(args: argparse.Namespace, command: str, number: int = 0) -> argparse.Namespace:
     """What a process of this command reads from its flags."""
     own: dict[str, Any] = {"id": "x", "node": "n", "layout_file": "f", "drain_s": 8.0}
     if command in WORKER_ROLES:
         own |= worker_flags(args, command)  # type: ignore[arg-type]
     flags = process_flags(args, command, own, node_number=number)
-    return parser_of(command).parse_args(flags)
+    return one_parser_of(command).parse_args(flags)
 
 
 @pytest.mark.parametrize("action", options(), ids=lambda action: action.dest)

@@ -28,6 +28,7 @@ def engine() -> Iterator[FakeEngine]:
         yield one
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -105,6 +105,7 @@ def test_a_conductor_that_decides_by_something_else_than_the_log_is_found(
     fails("I83 |I84 ")
 
 
+@pytest.mark.slow
 def test_lost_kv_that_nobody_misses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconcile, "_is_overdue", lambda *_: False)
     fails("I87 (orders at d|open at f)", "planner deaths")
@@ -171,6 +172,7 @@ def test_a_move_that_is_booked_twice_is_found(monkeypatch: pytest.MonkeyPatch) -
     fails("I18 ", "moves")
 
 
+@pytest.mark.slow
 def test_a_refused_move_that_stays_booked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgets(state: Any, order: Any) -> None:
         order.decode.move = None
@@ -477,7 +479,16 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
 
 
 #: By method and wishes. Dozens of worlds are played before each, or long ones.
-FOUND_LATE = {("_compute", ()), ("_fetch_failed", ()), ("_adopt", ("splits",)), ("drop", ("attention",))}
+FOUND_LATE = {
+    ("_compute", ()),
+    ("_fetch_failed", ()),
+    ("_end", ()),
+    ("_pause_ended", ("stages",)),
+    ("_adopt", ("splits",)),
+    ("drop", ("attention",)),
+    ("go_on", ("attention", "slow holders")),
+    ("unread", ("moves", "slow holders", "roles")),
+}
 
 
 @pytest.mark.parametrize(

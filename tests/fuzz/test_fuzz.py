@@ -141,6 +141,7 @@ def test_the_frame_finds_what_no_input_may_do(play: Play) -> None:
         play_one(b"")
 
 
+@pytest.mark.pure
 def test_a_target_that_is_late_on_leaving_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def playing() -> Iterator[Play]:

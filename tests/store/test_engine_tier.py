@@ -179,6 +179,7 @@ def test_a_store_of_blocks_of_another_size_is_refused_at_the_start(nats_url: str
     asyncio.run(story())
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -195,6 +196,7 @@ def test_options_that_are_wrong_are_named(given: dict[str, Any], told: str) -> N
         TierOptions.of(given)
 
 
+@pytest.mark.pure
 def test_a_verdict_comes_in_time_and_late_answers_change_nothing() -> None:
     verdicts = Verdicts(patience_ns=100)
     assert [verdicts.ask(b"a", "r1", 0), verdicts.ask(b"a", "r2", 50)] == [None, None]
@@ -209,6 +211,7 @@ def test_a_verdict_comes_in_time_and_late_answers_change_nothing() -> None:
     assert (len(verdicts), verdicts.ask(b"a", "r3", 104)) == (0, None)
 
 
+@pytest.mark.pure
 def test_a_store_that_is_slower_than_computing_has_nothing_until_one_load_is_in_time() -> None:
     pace = Pace(block_compute_s=0.1)
     assert pace.may_ask("first", 0.0)

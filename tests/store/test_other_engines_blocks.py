@@ -79,12 +79,14 @@ async def test_blocks_of_any_size_come_from_another_node(nats_url: str, transpor
         assert [one.tobytes() for one in into] == [one.tobytes() for one in blocks]
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("pages", [1, 7, 2560, 100_000])
 def test_a_layout_of_any_engine_has_the_bytes_of_its_blocks(pages: int) -> None:
     layout = Layout.opaque(pages * 4096)
     assert (layout.block_bytes, layout.layers) == (pages * 4096, 1)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("words", "told"),
     [

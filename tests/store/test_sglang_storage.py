@@ -115,6 +115,7 @@ def test_a_storage_without_a_pool_has_nothing_and_a_wrong_option_is_named(adapte
         adapter.HalfmoonStorage(SimpleNamespace(extra_config={"halfmoon": {"node": "n", "nodes": "x"}}))
 
 
+@pytest.mark.pure
 def test_without_sglang_the_adapter_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(ImportError, match="install halfmoon into the environment of an SGLang"):

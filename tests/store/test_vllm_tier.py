@@ -127,6 +127,7 @@ async def test_engines_that_differ_in_anything_that_bytes_depend_on_share_nothin
         await asyncio.to_thread(story)
 
 
+@pytest.mark.pure
 def test_without_vllm_the_adapter_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ImportError, match="install halfmoon into the environment of a vLLM"):
