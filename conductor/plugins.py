@@ -17,8 +17,9 @@ from typing import get_args
 import msgspec
 
 from halfmoon.conductor.core.placement import measures
+from halfmoon.conductor.core.placement.fetch_plan import FetchRule
 from halfmoon.conductor.core.placement.measures import C, CandidateMeasure
-from halfmoon.conductor.core.placement.policies import POLICIES, Drawn, FetchRule, InTurn, Least, PolicyRules
+from halfmoon.conductor.core.placement.policies import POLICIES, Drawn, InTurn, Least, PolicyRules
 from halfmoon.schemas.codec import one_line
 from halfmoon.schemas.policy import PLUGIN_PATTERN, PolicyName
 
