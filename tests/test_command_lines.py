@@ -20,6 +20,7 @@ WORDS: dict[str, tuple[list[str], list[list[str]]]] = {
     "policy": (["set", "name=random", "seed=7"], [["--cluster", "c"], ["--json"]]),
     "drain": (["node-1"], [["--cluster", "c"]]),
     "role": (["prefill-1", "decode"], [["--nats", "nats://a:1"]]),
+    "audit": (["node-1"], [["--sample", "4"], ["--kv-events-replay", "tcp://a:1"]]),
     "secrets": (["directory"], [["--tenants", "acme"]]),
     "adapt": (["vllm"], [["--url", "http://a:1"], ["--id", "vllm-0"], ["--events", "tcp://a:2"]]),
     "experiments": (["hits", "reuse"], [["--out", "directory"]]),
