@@ -4,7 +4,6 @@ anew. Each is replayed, found to differ, or refused in one line that names the f
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -20,6 +19,7 @@ import msgspec
 import zstandard
 
 from halfmoon.cli import replay
+from halfmoon.cli.commands import parser_of
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.conductor.replay.logfile import LogFileInvalid
 from halfmoon.conductor.replay.whatif import NothingToSimulate
@@ -139,6 +139,7 @@ class Reader:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._parser = parser_of("replay")
         arrived = [value["event"] for log in LOGS for value in values_of(log) if _is_arrival(value)]
         self._requests = [event["request_id"] for event in arrived]
         (directory / "policy.toml").write_text("ttft_slo_ns = 100000000\n")
@@ -160,20 +161,23 @@ class Reader:
             return type(problem).__name__
 
     def _replay(self, file: Path, action: str) -> int:
-        asked: dict[str, Any] = {"state": False, "explain": "", "html": "", "perfetto": "", "what_if": ""}
+        words: list[str] = []
         match action:
             case "state":
-                asked["state"] = True
+                words = ["--state"]
             case "explain":
                 text = file.read_bytes()
-                asked["explain"] = next((name for name in self._requests if name.encode() in text), "none")
+                words = [
+                    "--explain",
+                    next((name for name in self._requests if name.encode() in text), "none"),
+                ]
             case "html" | "perfetto":
-                asked[action] = str(self._directory / f"out.{action}")
+                words = [f"--{action}", str(self._directory / f"out.{action}")]
             case "what_if":
-                asked["what_if"] = str(self._directory / "policy.toml")
+                words = ["--what-if", str(self._directory / "policy.toml")]
             case _:
                 pass
-        args = argparse.Namespace(file=str(file), until=None, json=False, **asked)
+        args = self._parser.parse_args([str(file), *words])
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             try:
                 replay.run(args).send(None)
