@@ -28,7 +28,7 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
     """Place a request that was never seen, let it wait for a worker, or refuse it with a reason."""
     state.counters.arrived += 1
     request = Request(event=event, arrived_ns=state.at_ns)
-    costed = cost_request(state, event, state.at_ns, f"{state.seq}:{state.orders_now}")
+    costed = _cost(state, request)
     choice = choose(costed)
     verdict = choice.verdict
     learn_arrival(costed, verdict)

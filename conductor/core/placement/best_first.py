@@ -14,6 +14,7 @@ from halfmoon.conductor.core.placement.candidates import (
     candidate_of,
     candidates,
     copies_ns,
+    copies_rate,
 )
 from halfmoon.conductor.core.placement.fetch_plan import Prompt, plan_on_expected_links
 from halfmoon.conductor.core.placement.measures import Candidate
@@ -132,7 +133,7 @@ def _lower_bounds(
     No first token comes before the queue is done and all behind the longest match of `blocks` is computed; the price of
     copies comes on top. The transfer is taken to be free.
     """
-    index, held = state.loads.prefill, match.dram
+    index, held, rate = state.loads.prefill, match.dram, copies_rate(state)
     cached = blocks * index.block_tokens
     found = []
     for place in places:
@@ -142,7 +143,7 @@ def _lower_bounds(
         if bound_ns <= rank[0]:
             lacking = blocks - min(held.get(worker.node_id, 0), blocks)
             if lacking:
-                bound_ns += copies_ns(state, worker.cost, index.block_tokens, lacking)
+                bound_ns += copies_ns(rate, worker.cost, index.block_tokens, lacking)
             found.append((bound_ns, 0, orders, place))
     return [bound for bound in found if bound < rank]
 
@@ -189,5 +190,6 @@ class _IdleBound:
             plan = plan_on_expected_links(state, prompt)
             if plan is not None and plan.ttft_ns < first_token_ns:
                 first_token_ns, transfer_ns = plan.ttft_ns, plan.transfer_ns
-        first_token_ns += copies_ns(state, worker.cost, worker.block_tokens, min(match.longest, limit))
+        blocks = min(match.longest, limit)
+        first_token_ns += copies_ns(copies_rate(state), worker.cost, worker.block_tokens, blocks)
         return first_token_ns, transfer_ns

@@ -9,6 +9,7 @@ Source: Mooncake (FAST'25), Algorithm 1; which blocks to fetch from where is in 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from halfmoon.conductor.core.placement.fetch_plan import Prompt, plan_by, replicas_of
 from halfmoon.conductor.core.placement.measures import Candidate
@@ -44,7 +45,9 @@ def candidate_of(
     limit = cached_blocks_max(worker, tokens)
     queue = queue_ns(worker, now_ns)
     local = min(match.dram.get(worker.node_id, 0), limit)
-    copies = copies_ns(state, worker.cost, worker.block_tokens, min(match.longest, limit) - local)
+    copies = copies_ns(
+        copies_rate(state), worker.cost, worker.block_tokens, min(match.longest, limit) - local
+    )
     cached, transfer, source, sharing, ssd = local, 0, "", 1, False
     prefill = worker.cost.prefill_ns(tokens, local * worker.block_tokens)
     ttft = queue + prefill
@@ -86,23 +89,38 @@ def cached_blocks_max(worker: WorkerRecord, tokens: int) -> int:
     return (tokens - 1) // worker.block_tokens if worker.block_bytes else 0
 
 
-def copies_ns(state: State, cost: CostProfile, block_tokens: int, blocks: int) -> int:
-    """Price of `blocks` that another node holds and this one will; 0 under a policy that does not price copies.
+class CopiesRate(NamedTuple):
+    """The price of copying blocks, as a share of the time that computing them takes."""
+
+    part: int
+    whole: int
+
+
+FREE_COPIES = CopiesRate(0, 1)
+
+
+def copies_rate(state: State) -> CopiesRate:
+    """The rate for blocks that another node holds and this one will; free under a policy that does not price copies.
 
     In a full pool they displace as many others, each of which may have to be computed when it is asked for again: as
     often as displaced blocks were, for all who wait then (`displaced`), or as often as blocks are reused on average
     (`reuse`).
     """
     counters = state.counters
-    if blocks <= 0 or not rules_of(state).copies_priced:
-        return 0
-    compute_ns = blocks * (cost.prefill_per_token_ps * block_tokens // 1_000)
+    if not rules_of(state).copies_priced:
+        return FREE_COPIES
     if state.policy.copies_price == "displaced":
-        return state.displaced.price_ns(compute_ns, state.loads.prompts_permille())
+        return CopiesRate(*state.displaced.rate(state.loads.prompts_permille()))
     if not counters.prompt_tokens:
+        return FREE_COPIES
+    return CopiesRate(counters.cached_local_tokens + counters.cached_fetched_tokens, counters.prompt_tokens)
+
+
+def copies_ns(rate: CopiesRate, cost: CostProfile, block_tokens: int, blocks: int) -> int:
+    """Price of so many blocks at a worker of this cost."""
+    if blocks <= 0:
         return 0
-    reused = counters.cached_local_tokens + counters.cached_fetched_tokens
-    return compute_ns * reused // counters.prompt_tokens
+    return blocks * (cost.prefill_per_token_ps * block_tokens // 1_000) * rate.part // rate.whole
 
 
 def prefill_fits(state: State, worker: WorkerRecord, request: RequestArrived) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from halfmoon.conductor.core.state.block_index import BlockIndex, keys_of
-from halfmoon.schemas.types import Blocks, Ns
+from halfmoon.schemas.types import Blocks
 
 SAMPLE = 16
 #: Evictions in the sample after which those before count half: the workload changes.
@@ -57,15 +57,16 @@ class Displaced(msgspec.Struct, kw_only=True):
             if self.gone.pop(key, False) and not index.holds(key):
                 self.missed += 1
 
-    def price_ns(self, compute_ns: Ns, prompts_permille: int) -> Ns:
-        """The expected cost of copying blocks that take `compute_ns` to compute.
+    def rate(self, prompts_permille: int) -> tuple[int, int]:
+        """The expected cost of copying blocks, as a share of computing them: part and whole.
 
-        Whoever computes them again holds up all who wait there too: `prompts_permille` is how many prompts a worker has
-        in hand, in the mean, times a thousand.
+        Whoever computes displaced blocks again holds up all who wait there too: `prompts_permille` is how many prompts
+        a worker has in hand, in the mean, times a thousand.
         """
-        seen_ns = compute_ns * min(self.missed, self.evicted) // max(1, self.evicted)
-        once_ns = max(seen_ns, compute_ns * _PRICE_PERCENT_MIN // 100)
-        return once_ns * (1_000 + min(prompts_permille, 1_000 * _HELD_UP_MAX)) // 1_000
+        part, whole = min(self.missed, self.evicted), max(1, self.evicted)
+        if part * 100 < whole * _PRICE_PERCENT_MIN:
+            part, whole = _PRICE_PERCENT_MIN, 100
+        return part * (1_000 + min(prompts_permille, 1_000 * _HELD_UP_MAX)), whole * 1_000
 
 
 def _sampled(block_keys: bytes) -> list[bytes]:
