@@ -63,13 +63,7 @@ def measure(run: Run) -> Measured:
     report = simulate(
         arrivals[: run.requests] if run.requests else arrivals,
         ClusterShape(prefill=WORKERS, decode=WORKERS, block_tokens=512),
-        Policy(
-            name=run.policy,
-            admission="none",
-            copies_price="displaced",
-            prefill_group=run.group,
-            group_from="spare",
-        ),
+        Policy(name=run.policy, admission="none", prefill_group=run.group).present(),
         PROFILES[PROFILE],
         RunOptions(speed=run.speed),
     )

@@ -15,8 +15,9 @@ import msgspec
 
 from halfmoon.cli.options import OptionInvalid, add_config, read_option_file
 from halfmoon.cli.policy import changed
+from halfmoon.conductor.core.placement.policies import installed
 from halfmoon.conductor.core.step_output import explain_all
-from halfmoon.conductor.plugins import failed, install_plugins, installed
+from halfmoon.conductor.plugins import failed, install_plugins
 from halfmoon.conductor.replay import state_text, whatif
 from halfmoon.conductor.replay.explain import explained, role_changed
 from halfmoon.conductor.replay.histories import request_histories

@@ -68,11 +68,6 @@ def install(plugin: Plugin) -> None:
     )
 
 
-def installed() -> list[str]:
-    """The titles of all plug-ins that are known here, a later version of one behind its earlier ones."""
-    return [name for name in POLICIES if "@" in name]
-
-
 def policy_title(name: str, plugins: Sequence[str]) -> str:
     """The log's name for the policy `name`: of the table, a title of `plugins`, or the last of these with that name.
 

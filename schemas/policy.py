@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
+import msgspec
 from msgspec import Meta
 
 from halfmoon.schemas.numbers import SECOND_NS
@@ -39,7 +40,9 @@ ElasticMode = Literal["off", "advise", "on"]
 
 
 class Policy(Part, frozen=True):
-    """How requests are placed and refused. Every field has a default that suits `halfmoon up`."""
+    """How requests are placed and refused. Where a rule has changed, its default is the old one: older logs do not name
+    it. `present` has those of today.
+    """
 
     name: PolicyTitle = "halfmoon"
     admission: AdmissionName = "predicted"
@@ -126,6 +129,10 @@ class Policy(Part, frozen=True):
     group_from: GroupFrom = "idle"
     #: Conductors compare their states after every so many events.
     digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
+
+    def present(self) -> Policy:
+        """With the rules of placement that a new cluster, the simulator and the comparisons of policies have."""
+        return msgspec.structs.replace(self, copies_price="displaced", group_from="spare")
 
 
 #: A block of `Layout.opaque` is so many pages: 4 KiB to 390 MiB.

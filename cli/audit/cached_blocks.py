@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import msgspec
@@ -11,6 +12,7 @@ import zmq.asyncio
 
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.store.agent.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch
+from halfmoon.workers.adapters.kv_event_reader import replayed
 
 ANSWER_S = 10.0
 
@@ -57,19 +59,29 @@ class CachedBlocks:
 
     def known(self) -> list[bytes]:
         """The keys of the blocks that are there and whose chains are known, in order."""
-        return sorted(key for key, media in self._media.items() if media and self.chain(key) is not None)
+        after: dict[bytes | None, list[bytes]] = {}
+        for key, parent in self._parents.items():
+            after.setdefault(parent, []).append(key)
+        # From the heads of prompts on: of what hangs on a lost block nothing is reached.
+        reached, found = after.get(None, []), list[bytes]()
+        while reached:
+            key = reached.pop()
+            if self._media.get(key):
+                found.append(key)
+            reached += after.get(key, ())
+        return sorted(found)
 
     def chain(self, key: bytes) -> Chain | None:
         """None: the events of a block before it are lost. Blocks before it need not be on the node any more."""
-        keys: list[bytes] = []
+        keys: dict[bytes, bool] = {}
         at: bytes | None = key
         while at is not None:
             if at not in self._parents or at in keys:
                 return None
-            keys.append(at)
+            keys[at] = True
             at = self._parents[at]
-        keys.reverse()
-        return Chain(keys=tuple(keys), token_ids=tuple(self._token_ids[one] for one in keys))
+        chain = tuple(reversed(keys))
+        return Chain(keys=chain, token_ids=tuple(self._token_ids[one] for one in chain))
 
 
 def in_computing_order(chains: Iterable[Chain]) -> list[Chain]:
@@ -81,19 +93,19 @@ async def read_events(address: str) -> CachedBlocks:
     """The blocks that a node's KV events, asked for again, tell of. Raises OptionInvalid: no or no right answer."""
     blocks, decoder = CachedBlocks(), msgspec.msgpack.Decoder(KvEventBatch)
     context = zmq.asyncio.Context()
-    socket = context.socket(zmq.DEALER)
     try:
-        socket.connect(address)
-        await socket.send_multipart([b"", (0).to_bytes(8, "big")])
-        while True:
-            if not await socket.poll(int(ANSWER_S * 1e3)):
-                raise OptionInvalid(f"--kv-events-replay {address}: no answer within {ANSWER_S:.0f} s")
-            _, _, sequence, payload = await socket.recv_multipart()
-            if int.from_bytes(sequence, "big", signed=True) < 0:
-                return blocks
-            blocks.apply(decoder.decode(payload))
+        # Closed before its context ends, which waits for the socket.
+        async with aclosing(replayed(context, address, 0, ANSWER_S, _refuse)) as batches:
+            async for _, payload in batches:
+                blocks.apply(decoder.decode(payload))
+    except TimeoutError:
+        raise OptionInvalid(f"--kv-events-replay {address}: no answer within {ANSWER_S:.0f} s") from None
     except (zmq.ZMQError, msgspec.MsgspecError, ValueError) as problem:
         raise OptionInvalid(f"--kv-events-replay {address}: {problem}") from None
     finally:
-        socket.close(linger=0)
         context.term()
+    return blocks
+
+
+def _refuse() -> None:
+    raise ValueError("it answers with something else than KV events")

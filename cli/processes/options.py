@@ -78,21 +78,20 @@ def policy_of(args: argparse.Namespace) -> Policy:
         clock_step_ns_max=CLOCK_STEP_NS_MAX,
         arrival_wait_ns_max=int(options.worker_wait_s * SECOND_NS),
         pools_bound=True,
-        copies_price="displaced",
         idle_served=True,
         sources_named=True,
         slow_place_percent=SLOW_PLACE_PERCENT,
         elastic=options.elastic,
         correction_window=CORRECTION_WINDOW,
         prefill_group=options.prefill_group,
-        group_from="spare",
-    )
+    ).present()
 
 
 def installed_policy(flag: str, name: str) -> str:
     """The log's name for the policy `name`, of the table or installed. Raises OptionInvalid, naming the flag."""
     # A command whose options are right needs no core.
-    from halfmoon.conductor.plugins import install_plugins, installed, policy_title
+    from halfmoon.conductor.core.placement.policies import installed
+    from halfmoon.conductor.plugins import install_plugins, policy_title
 
     install_plugins()
     try:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import orjson
 from tqdm import tqdm
 
@@ -126,16 +127,15 @@ def cluster_of(args: argparse.Namespace) -> ClusterShape:
 
 
 def policy_of(args: argparse.Namespace) -> Policy:
-    return Policy(
+    policy = Policy(
         name=installed_policy("--policy", args.policy),
         admission=args.admission,
         ttft_slo_ns=args.ttft_ms * 1_000_000,
         tbt_slo_ns=args.tbt_ms * 1_000_000,
         correction_window=args.correction_window,
-        copies_price=args.copies_price,
         prefill_group=args.prefill_group,
-        group_from="spare",
     )
+    return msgspec.structs.replace(policy.present(), copies_price=args.copies_price)
 
 
 def cost_times(text: str) -> list[tuple[int, float]]:

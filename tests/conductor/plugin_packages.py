@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from halfmoon.conductor import plugins
-from halfmoon.conductor.core.placement.policies import POLICIES
+from halfmoon.conductor.core.placement.policies import POLICIES, installed
 from halfmoon.conductor.plugins import GROUP
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "policy"
@@ -38,7 +38,7 @@ def example_package(place: Path, *, version: str = "1") -> None:
 
 def nothing_installed() -> None:
     """As in a new process: no policy of another package is known, and none of these modules is loaded."""
-    for title in plugins.installed():
+    for title in installed():
         del POLICIES[title]
     plugins._installed.clear()
     plugins.failures.clear()

@@ -14,7 +14,8 @@ from live_conductors import CLUSTER, client, conductor, decisions_of, log_of, re
 from live_conductors import status as status_of
 from plugin_packages import site_of
 
-from halfmoon.conductor.plugins import install_plugins, installed
+from halfmoon.conductor.core.placement.policies import installed
+from halfmoon.conductor.plugins import install_plugins
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import PolicyChanged
 from halfmoon.schemas.policy import Policy

@@ -15,8 +15,8 @@ from recorded import HEADER, saved, status_of
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.cli.policy import changed
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement.policies import PolicyMissing
-from halfmoon.conductor.plugins import failed, install_plugins, installed, policy_title
+from halfmoon.conductor.core.placement.policies import PolicyMissing, installed
+from halfmoon.conductor.plugins import failed, install_plugins, policy_title
 from halfmoon.conductor.replay.logfile import Line, lines_of_step
 from halfmoon.conductor.simulation.profiles import load_profile
 from halfmoon.conductor.simulation.trace import Arrival

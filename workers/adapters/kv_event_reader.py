@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 import zmq
@@ -24,6 +24,30 @@ REPLAY_S = 5.0
 _SEQ_BYTES = 8
 _END = (-1).to_bytes(_SEQ_BYTES, "big", signed=True)
 _UNREAD_MAX = 100_000
+
+
+async def replayed(
+    context: zmq.asyncio.Context, address: str, start: int, wait_s: float, malformed: Callable[[], None]
+) -> AsyncGenerator[tuple[int, bytes], None]:
+    """The batches from number `start` on that the publisher still has: number and payload. Raises TimeoutError: no
+    message came for so long; ZMQError: the address makes no sense. `malformed` is told of a message that is none.
+    """
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+    try:
+        dealer.connect(address)
+        await dealer.send_multipart([b"", start.to_bytes(_SEQ_BYTES, "big")])
+        while True:
+            frames = await asyncio.wait_for(dealer.recv_multipart(), wait_s)
+            # `["", topic, seq, payload]`; releases before 0.20 leave the topic out.
+            if len(frames) < 3 or len(frames[-2]) != _SEQ_BYTES:
+                malformed()
+                continue
+            if frames[-2] == _END:
+                return
+            yield int.from_bytes(frames[-2], "big"), frames[-1]
+    finally:
+        dealer.close(linger=0)
 
 
 class KvEventListener(Protocol):
@@ -116,10 +140,11 @@ class KvEventReader:
 
     async def _ask_again(self, start: int) -> None:
         """Tell all that the engine still has from `start` on."""
+        assert self._context is not None
         self.counts["replays"] += 1
         first = True
         try:
-            async for seq, payload in self._replayed(start):
+            async for seq, payload in replayed(self._context, self._replay, start, REPLAY_S, self._malformed):
                 if seq < (self._expected or start):
                     continue
                 if seq > (self._expected or start):
@@ -132,22 +157,5 @@ class KvEventReader:
         except TimeoutError:
             self.counts["replays_unanswered"] += 1
 
-    async def _replayed(self, start: int) -> AsyncIterator[tuple[int, bytes]]:
-        """Raises TimeoutError."""
-        assert self._context is not None
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        try:
-            dealer.connect(self._replay)
-            await dealer.send_multipart([b"", start.to_bytes(_SEQ_BYTES, "big")])
-            while True:
-                frames = await asyncio.wait_for(dealer.recv_multipart(), REPLAY_S)
-                # `["", topic, seq, payload]`; releases before 0.20 leave the topic out.
-                if len(frames) < 3 or len(frames[-2]) != _SEQ_BYTES:
-                    self.counts["malformed"] += 1
-                    continue
-                if frames[-2] == _END:
-                    return
-                yield int.from_bytes(frames[-2], "big"), frames[-1]
-        finally:
-            dealer.close(linger=0)
+    def _malformed(self) -> None:
+        self.counts["malformed"] += 1

@@ -110,10 +110,15 @@ class PolicyMissing(ValueError):
     """The policy is of another package that is not here, or not in that version: nothing can be decided as it does."""
 
 
+def installed() -> list[str]:
+    """Titles of all plug-ins that are in the table, a later version of one behind its earlier ones."""
+    return [name for name in POLICIES if "@" in name]
+
+
 def check_known(policy: Policy) -> None:
     """Raises PolicyMissing, which names it."""
     if policy.name not in POLICIES:
-        there = ", ".join(name for name in POLICIES if "@" in name) or "none"
+        there = ", ".join(installed()) or "none"
         raise PolicyMissing(f"policy {policy.name} is not installed here (plug-ins that are: {there})")
 
 
