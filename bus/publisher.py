@@ -3,11 +3,28 @@
 Messages leave in the order of `submit`. One that was lost with a connection is sent again, together with all
 unacknowledged ones after it, in the same order; the stream drops what it already holds by message id (its
 duplicate window is far longer than our patience). So a fact is stored once, and two facts of one process are
-not swapped: while a stream has no leader (three servers, one of them just died) the server says so, and
-nothing new leaves before what it could not take. Only when a leader ends may messages that were under way to
-it be lost in silence and a later one reach the next leader: then these are swapped, which is rare, and which
-who reads them must bear.
+not swapped: while a stream has no leader (three servers, one of them just died) the server answers so, and
+nothing new leaves before the messages that it could not take. Only when a leader ends may messages that were
+under way to it be lost in silence and a later one reach the next leader: then these are swapped, which is
+rare, and which readers must bear.
 """
+
+# The idea is go-back-n, as in a sliding window: send without waiting, number everything, and when an acknowledgement
+# is missing begin again at the oldest message that lacks one. It is simpler here than between two machines, because
+# the receiver forgives repeats: JetStream drops a message id that it has seen, so sending too much again costs bytes
+# and nothing else. It is harder because there are several receivers in turn, the leaders of a stream, and one that
+# dies does not report the messages that it took along.
+#
+# Turned down:
+# - One message at a time, as the NATS client's own publish does it: each fact would wait a round trip for the one
+#   before it.
+# - A queue with a task that empties it: every message left one turn of the event loop later. `submit` writes at once.
+# - Sending only the overdue message again: newer ones would overtake it.
+# - An expected last sequence on every message, which would make the order certain: the log has many authors, so
+#   nearly every message would be refused. `submit` offers it to a caller that must be the only author.
+#
+# In doubt: the swap at a leader's end. JetStream compares the last message of a stream or of a subject, not of an
+# author, so it cannot refuse the later one. The core takes an early event for an unknown one, and heartbeats mend that.
 
 from __future__ import annotations
 
@@ -39,7 +56,7 @@ class _AckError(msgspec.Struct):
 
 
 class _Ack(msgspec.Struct):
-    """The stream's answer. An answer of somebody else, whom we asked nothing, has neither `stream` nor `error`."""
+    """The stream's answer. A message that is no answer of a stream has neither `stream` nor `error`."""
 
     stream: str = ""
     seq: int = 0
@@ -72,13 +89,12 @@ class Publisher:
         self._prefix = nc.new_inbox()
         self._next = 0
         self._pending: dict[int, _Outgoing] = {}
-        #: Of the connection that has been given all that is pending: after a reconnect the old goes before
-        #: the new.
+        #: Count of reconnects when everything pending was last sent: after another one the old goes before the new.
         self._reconnects = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._tasks: list[asyncio.Task[None]] = []
-        #: The stream could not take something: all of it goes again, before anything new.
+        #: The stream could not take a message: everything pending goes again, before anything new.
         self._held = False
 
     async def start(self) -> None:
@@ -185,7 +201,8 @@ class Publisher:
         item = self._pending.get(number)
         if item is None:
             return
-        if not payload:  # 503: no stream listens; _watch sends it again
+        if not payload:
+            # 503: no stream listens. Newer messages wait too, or they would be stored first once one does.
             self._held = True
             return
         try:
@@ -195,12 +212,13 @@ class Publisher:
             return
         if ack.error is not None:
             if ack.error.err_code == IN_PROCESS:
-                # Soon it is there, and we are told so; or not, and ours is taken.
+                # The copy that is being stored may still fail. Asked again, the server acknowledges it or takes ours.
                 asyncio.get_running_loop().call_later(IN_PROCESS_S, self._again, number, item)
             elif ack.error.err_code != WRONG_LAST_SEQUENCE:
-                # A fact that nobody waits for is never given up: there is nobody to tell.
+                # A fact without a waiting caller is never given up: nobody would hear of the loss.
                 if item.done is None or ack.error.code >= 500:
-                    self._held = True  # the stream is not able to just now; _watch sends it again
+                    # The stream cannot store just now. `_watch` sends it again, with everything behind it.
+                    self._held = True
                     return
                 self._settle(number, BusError(f"{item.subject}: {ack.error.description}"))
             else:

@@ -19,6 +19,24 @@ larger prompts first as well (`state.overload`).
 Source: Mooncake (ARXIV), section 7; priorities and retry-after are ours.
 """
 
+# The idea is the paper's: a prefill whose answer no decode worker can give within its SLO is work thrown away, so the
+# refusal must come before the prefill. Its first form (`early`) oscillates. While prompts are computed decode looks
+# empty, and too many are accepted; then decode is full, and too many are refused. `predicted` looks at the load of
+# the moment when the request will join, not at the load of now.
+#
+# This is simpler here than in the paper. All reservations are in one state, so the load at a later time is a sum over
+# orders, and no monitor has to be asked. The mean length of answers is learned for each class of `max_tokens`, where
+# the paper has one time for all. It is harder because a request may borrow memory from several workers: it gets all
+# of its room at once or is refused.
+#
+# Turned down:
+# - Queueing a request that borrows until room comes: two requests that hold parts of each other would wait for ever.
+# - Refusing in the frontend, near the client: two frontends would each give away the same room.
+# - One reason for all refusals: `too_long` is final, `ttft_slo` passes with the load.
+#
+# In doubt: the mean over the pool (`_pool_tbt_ns`) lets a request pay for workers that it does not touch. Retry-after
+# knows the queue of one worker, and not the other clients that it sends back at the same moment.
+
 from __future__ import annotations
 
 import msgspec
@@ -47,16 +65,16 @@ class AdmissionLimits(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, kw_only=True):
-    """A pair of workers for a request, or one mixed worker twice, and what is expected of it there."""
+    """A pair of workers for a request, or one mixed worker twice, and the predictions for it there."""
 
     prefill: Candidate
     decode: DecodeCandidate
     predicted: Prediction
     answer_tokens: int
-    #: How long decode is to last.
+    #: Predicted duration of decode.
     decode_ns: int
     limits: AdmissionLimits | None = None
-    #: Of a step, the time between tokens that is predicted.
+    #: Predicted time between tokens, in thousandths of a step.
     tbt_permille: int = EXACT_PERMILLE
 
     @property
@@ -66,7 +84,7 @@ class Placement(msgspec.Struct, kw_only=True):
 
 
 class Refusal(msgspec.Struct, kw_only=True):
-    """The reason why a request is not accepted, and when to come back (0: not said)."""
+    """The reason why a request is not accepted, and when to come back (0: unknown)."""
 
     reason: RejectReason
     message: str
@@ -89,9 +107,9 @@ def decide(costed: Costed) -> Placement | Refusal:
     end_ns = now_ns + prefill.ttft_ns
     admission = state.policy.admission
     borrows = any(c.needs_others for c in open_decodes)
-    # What borrows is never queued: two that hold parts of each other would wait for each other.
+    # A request that borrows is never queued: two that hold parts of each other would wait for each other.
     if not roomy and (borrows or admission in ("early", "predicted")):
-        # When lenders will have room is not predicted.
+        # A borrower needs room at several workers at one moment; `room_at` predicts the room of one.
         roomy = [] if borrows else [c for c in open_decodes if costed.room_at(c, end_ns)]
         if not roomy:
             return Refusal(
@@ -148,7 +166,8 @@ def placement_of(costed: Costed, prefill: Candidate, decode: DecodeCandidate) ->
     )
     state, worker = costed.state, costed.state.workers[decode.worker_id]
     if corrects_tbt(state, worker):
-        # At the batch that will be, and by what the longest intervals took of answers.
+        # The request joins the batch of that time, not the one of now. Clients see the longest intervals of an answer,
+        # so the correction is by these and not by the mean step.
         load = costed.load_at(worker, state.at_ns + prefill.ttft_ns)
         context = costed.request.prompt_tokens + costed.answer_tokens
         step_ns = worker.cost.step_ns(load.sequences + 1, load.context_tokens + context)
@@ -206,14 +225,15 @@ def _cannot(costed: Costed) -> Refusal | None:
 def _over_slo(costed: Costed, placement: Placement, limits: AdmissionLimits) -> Refusal | None:
     """A refusal because the prediction is over an SLO."""
     state, now_ns = costed.state, costed.now_ns
-    # Steps below are uncorrected.
+    # Predictions of steps below carry no correction, so the limit is divided by it once instead of correcting each.
     tbt_limit = limits.tbt_ns * EXACT_PERMILLE // placement.tbt_permille
     refusal = late(placement, limits, costed.waited_ns)
     if refusal is not None:
         return refusal
     if state.policy.admission == "late":
         return None
-    # With all reservations counted the load can only be higher than at any one time: mostly this is enough.
+    # The load with all reservations counted bounds the load at any one time. Mostly this cheap bound is enough, and no
+    # walk over orders is needed.
     if costed.tbt_ns_max <= tbt_limit or all(c.tbt_ns <= tbt_limit for c in costed.every_decode()):
         return None
     end_ns = now_ns + placement.prefill.ttft_ns
@@ -258,7 +278,7 @@ def late(placement: Placement, limits: AdmissionLimits, waited_ns: int) -> Refus
         message=f"predicted time to first token {ttft_ns // 1_000_000} ms is over {limits.ttft_ns // 1_000_000} ms",
         predicted=placement.predicted,
         limits=limits,
-        # The queue drains at one second a second; what is not queue does not.
+        # The queue drains at one second a second; transfer and prefill stay as long as they are.
         retry_after_ns=max(wait, RETRY_NS_MIN) if wait <= placement.prefill.queue_ns else 0,
     )
 

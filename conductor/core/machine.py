@@ -3,8 +3,8 @@
 Rules, which `tests/conductor/test_purity.py` enforces for this module and all of ours that it imports: no
 clock, no randomness, no environment, no I/O, no logging, no asyncio, no iteration over a set, no `hash()` or
 `id()`. ns, bytes and tokens are integers. Every choice is a total order that ends in an id. State is changed
-in place, and only within a step. A late, repeated or unknown event changes nothing but the place in the log. "Why?" is
-answered by replay (`explain`), so nothing is logged.
+in place, and only within a step. A late, repeated or unknown event changes nothing but the place in the log. Replay
+answers "why?" (`explain`), so nothing is logged.
 
 The contract with a shell:
 - Events come in the order of the log, each once; `seq` grows (it may skip).
@@ -12,8 +12,23 @@ The contract with a shell:
   list).
 - `SetTimer(key, at_ns)` is for the shell: it appends `TimerFired(key, at_ns)` to the log when the time has
   come. Setting a timer again replaces it. A timer that fires twice, late, or without having been set is
-  harmless; after `restore`, `timers` says which are set.
+  harmless; after `restore`, `timers` are those that are set.
 """
+
+# The idea is state machine replication: equal machines that read an equal log are in equal states. The form is that of
+# etcd's raft, where a pure core hands instructions to a shell. This core is simpler than raft, because JetStream has
+# already agreed on the order of events: nothing here votes, leads or retries. It is harder in one way. Raft replicates
+# the bytes of a command, while every conductor computes decisions anew, so a single use of a clock, a hash or the order
+# of a set would let two conductors disagree. Hence the rules above, and the digests that conductors compare.
+#
+# Turned down:
+# - A leader that decides while others stand by: its death is a pause, and its second life a split brain. Here all
+#   decide, under the same identity, and the stream drops the second copy.
+# - Decisions in the log beside events: a replay would then compare nothing, it would only read.
+# - A table from event to handler: `match` with `assert_never` is the same table, and mypy finds a forgotten event.
+#
+# In doubt: two versions of this code may decide differently on one log. Digests find that and the minority stops;
+# nothing merges the two states.
 
 from __future__ import annotations
 
@@ -83,7 +98,7 @@ from halfmoon.schemas.events import (
 
 #: Version of the state in snapshots. Another version is not restored: the log is replayed instead.
 SNAPSHOT_VERSION = 7
-#: After them there may be room for a request that waits until it can borrow.
+#: Events after which a request that waits for lenders may find room.
 _MAY_END_AN_ORDER = (DecodeFailed, DecodeRefused, PrefillFailed, RequestCancelled, RequestFinished)
 
 
@@ -102,7 +117,7 @@ class Core:
     def __init__(self, *, checked: bool = False) -> None:
         self.state = State(index=BlockIndex())
         self.checked = checked
-        #: For which requests placements are explained, and what the last step noted of them.
+        #: The requests whose placements are explained, and the last step's notes on them.
         self.explain_requests: Explains = explain_none
         self.notes: list[Explanation] = []
         self.move_notes: list[MoveGrounds] = []
@@ -125,7 +140,7 @@ class Core:
         """
         assert stamped.seq > self.seq, ("the log ran backwards", stamped.seq, self.seq)
         if isinstance(stamped.event, ClusterConfigured):
-            # Another log begins: what an earlier one said may decide nothing in it, or a replay would decide otherwise.
+            # Another log begins. Nothing of an earlier one may decide in it: a replay begins here, and would differ.
             self.state = State(index=BlockIndex())
         state = self.state
         at_ns = log_time_ns(state, stamped.at_ns)
@@ -133,6 +148,7 @@ class Core:
         state.seq = stamped.seq
         state.at_ns = max(state.at_ns, at_ns)
         state.orders_now = 0
+        # A silent log proves nothing of its members, but one with nothing but timers does: see `bridge_silence`.
         state.timers_in_row = state.timers_in_row + 1 if isinstance(stamped.event, TimerFired) else 0
         out = StepOutput(self.explain_requests)
         _apply(state, stamped.event, out)
@@ -146,7 +162,7 @@ class Core:
         return out
 
     def explain(self, request: RequestArrived, at_ns: int) -> Explanation:
-        """The grounds of what would be decided on `request` now; changes nothing.
+        """The grounds of the decision that `request` would get now; changes nothing.
 
         `random` draws by the place in the log: here, by the next one. The grounds of real decisions are in `notes`.
         """
@@ -270,7 +286,8 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
 
 def _timer_fired(state: State, event: TimerFired, out: StepOutput) -> None:
     if state.timers.get(event.key) != event.at_ns:
-        return  # late, repeated, or set by an older log
+        # Late, repeated, or set by an older log: every conductor appends the same timer.
+        return
     del state.timers[event.key]
     kind, subject = event.key.split(":")[:2]
     if kind == "lost":
@@ -308,7 +325,7 @@ def _prefill_finished(state: State, event: PrefillFinished) -> None:
     booking.free_prefill(state, order)
     order.prefill.end_ns = state.at_ns
     request = state.requests[order.request_id]
-    # In an older log only the request tells its length; placed once more, it may have tokens of its answer on top.
+    # In an older log only the request has the prompt's length; placed once more, it has tokens of its answer on top.
     known = event.prompt_tokens or (request.event.prompt_tokens if request.placements == 1 else 0)
     learn_prefill(state, event, known, of_request=request.event.prompt_tokens, permille=permille)
     if event.fetch_node_id and event.fetch_node_id in state.stores:
@@ -437,7 +454,8 @@ def _decode_refused(state: State, event: DecodeRefused, out: StepOutput) -> None
     state.counters.wasted_prefills += 1
     request = state.requests[order.request_id]
     booking.withdraw(state, order, out, prefill_runs=True, decode_runs=False)
-    if request.placements > 1:  # its client may have tokens already
+    # After the first placement the client may have tokens, so a refusal would break an answer that has begun.
+    if request.placements > 1:
         orders.avoid(request, event.worker_id)
         orders.place(state, request, event.reason, out)
     else:

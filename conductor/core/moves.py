@@ -1,15 +1,34 @@
-"""Moves of KV between decode workers while they decode: a plan now and then, greedy and limited.
+"""Moves of KV between decode workers while they decode: a periodic plan, greedy and limited.
 
-A *debtor* has its cache full, or requests that wait for room in it; a *creditor* has room. The debtor's longest request
-that may gives as many segments as make the two most productive together, by their learned costs: every request that
-joins the debtor's batch in the room that they leave makes one more token a step there; the creditor's steps grow by the
-attention to what it holds. The decode worker does the rest while it decodes, and may find that it cannot.
+A *debtor* has its cache full, or requests that wait for room in it; a *creditor* has room. The debtor's longest movable
+request gives the number of segments that makes the two most productive together, by their learned costs: every request
+that joins the debtor's batch in the room that they leave makes one more token a step there; the creditor's steps grow
+by the attention to the segments. The decode worker moves them while it decodes, and may refuse.
 
-Who lends does not borrow by a plan, and who borrows does not lend by one: so a plan never makes a circle of debts, and
-what lies at a lender never moves on.
+A lender does not borrow by a plan, and a borrower does not lend by one: so a plan never makes a circle of debts, and a
+lent segment never moves on.
 
 Source: Infinite-LLM (arXiv 2401.02669), sections 5.2 and 5.3.
 """
+
+# The idea is Infinite-LLM's greedy planner: the debtor with the smallest batch gives tokens of its longest request to
+# the emptiest creditor for as long as both together become faster. A batch is small because its cache is full, so a
+# block that leaves is worth the request that joins in its place.
+#
+# This planner is simpler than the paper's. Its figures are the log's and never stale, so it books the room itself, and
+# a refusal is the exception. A debtor has one move at a time, because one thread of its worker pushes. It is harder
+# in what may move. In exact numerics attention is merged segment by segment in a fixed order, so whole segments move;
+# and of a request only the prompt, since the core does not know how long an answer is at this moment.
+#
+# Turned down:
+# - The paper's rule that a creditor's share must be hidden behind the debtor's own attention. On a CPU a round trip is
+#   seldom hidden, and a request that joins gains more than it costs. Where costs were measured, the time that is not
+#   hidden counts as a part of the step; the rule stays where they were not.
+# - A solver over all debtors and creditors: costs are fits that change, and a greedy plan is explained move by move.
+# - Bringing segments home when room comes back: requests are short beside the pause that this takes.
+#
+# In doubt: the gain is a forecast of the next steps, and the bytes of a move are paid once. A request that ends soon
+# after its move has cost more than it brought; nothing here knows how long it has left.
 
 from __future__ import annotations
 
@@ -43,7 +62,7 @@ class BatchLoad(msgspec.Struct, frozen=True):
     context_tokens: int
 
     def rate(self, worker: WorkerRecord, waits_ns: int = 0) -> int:
-        """Thousandths of a token a second, where a step waits so long for attention elsewhere."""
+        """Thousandths of a token a second; a step waits `waits_ns` for attention elsewhere."""
         step_ns = worker.cost.step_ns(self.sequences, self.context_tokens) + waits_ns
         return self.sequences * _PARTS * SECOND_NS // step_ns if step_ns else 0
 
@@ -53,14 +72,14 @@ class Debtor(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: WorkerRecord
     batch: BatchLoad
-    #: Blocks that those who run leave free (negative: they are to outgrow the cache).
+    #: Blocks that running requests leave free (negative: they will outgrow the cache).
     free_blocks: int
     #: Blocks and context tokens of each request that waits for room, oldest first; or of one more like its others.
     waiting: list[tuple[int, int]]
     waits: bool
 
     def after(self, blocks: int) -> BatchLoad:
-        """Its batch once so many blocks of it are elsewhere, and those that fit have joined."""
+        """The batch after `blocks` moved away and waiting requests joined."""
         sequences = self.batch.sequences
         context = self.batch.context_tokens - blocks * self.worker.block_tokens
         free = self.free_blocks + blocks
@@ -97,7 +116,7 @@ def plan_moves(state: State, out: StepOutput) -> None:
         workers = [one for one in state.loads.decode.workers if one.lends and one.layout.segment_tokens]
         debtors = [found for worker in workers if (found := debtor_of(state, worker)) is not None]
         for debtor in sorted(debtors, key=lambda one: (one.batch.sequences, one.worker.worker_id)):
-            # Asked again each time: an earlier debtor of this plan may have found its creditor here.
+            # Asked again for each debtor: an earlier one of this plan may have taken a creditor's room.
             creditors = [worker for worker in workers if _may_lend(state, worker)]
             creditors.sort(key=lambda one: (use_percent(one), one.worker_id))
             best = None if debtor.worker.lent else _best_move(state, debtor, creditors)
@@ -131,12 +150,13 @@ def _orders(state: State, worker: WorkerRecord) -> Iterator[Order]:
 
 def _may_lend(state: State, worker: WorkerRecord) -> bool:
     borrows = any(order.decode.loans or order.decode.move is not None for order in _orders(state, worker))
+    # A borrower does not lend, or debts could go round in a circle.
     room = use_percent(worker) < state.policy.move_to_percent
     return room and not borrows and slow_mark(state, worker) is None
 
 
 def attended_tokens(state: State, worker: WorkerRecord) -> int:
-    """Tokens of context that the worker itself attends to: what it has lent is another's to compute."""
+    """Tokens of context that the worker itself attends to; lenders attend to the others."""
     away = sum(
         part_blocks(worker.layout, loan) for order in _orders(state, worker) for loan in order.decode.loans
     )
@@ -146,8 +166,9 @@ def attended_tokens(state: State, worker: WorkerRecord) -> int:
 def debtor_of(state: State, worker: WorkerRecord) -> Debtor | None:
     """The worker as one that wants room; None: it has enough, or is held up by something else."""
     orders = list(_orders(state, worker))
+    # A lender makes no debts, and a worker with a move under way pushes with the one thread that it has for that.
     if worker.lent or any(order.decode.move is not None for order in orders):
-        return None  # it lends, or what it was told is not done yet
+        return None
     joined = [order.decode for order in orders if order.decode.running]
     free = worker.kv_blocks - sum(half.reserved_blocks for half in joined)
     waiting: list[tuple[int, int]] = []
@@ -159,6 +180,7 @@ def debtor_of(state: State, worker: WorkerRecord) -> Debtor | None:
             free -= half.reserved_blocks
     if not joined or len(joined) >= worker.batch_max:
         return None
+    # Nobody waits yet. A move takes many steps, so room is made before the cache is full, for a typical request.
     waits = bool(waiting)
     if not waits:
         if use_percent(worker) < state.policy.move_from_percent:
@@ -176,7 +198,7 @@ def debtor_of(state: State, worker: WorkerRecord) -> Debtor | None:
 
 
 def _one_more(state: State) -> tuple[int, int]:
-    """Blocks and context tokens of a request that might come: the median of all that are there."""
+    """Blocks and context tokens of a request that might come: the median of all orders."""
     found = sorted(
         (order.decode.reserved_blocks, order.decode.context_tokens) for order in state.orders.values()
     )
@@ -218,8 +240,8 @@ def _best_size(state: State, debtor: Debtor, order: Order, lender: WorkerRecord)
         blocks = segments * segment_blocks
         away_ps = share_ps(owner, lender, rows, held + segments)
         here = debtor.batch.context_tokens - blocks * owner.block_tokens
-        # The lender's share is to be hidden behind the owner's own. Where what it takes was measured, the time that is
-        # not hidden is a part of each step; where it was not, it must not take longer.
+        # The lender's share should be hidden behind the owner's own. Where its time was measured, the time that is not
+        # hidden is a part of each step; where it was not, the share must not take longer.
         if here < 0 or (not owner.priced and away_ps > own_ps(owner, here)):
             break
         theirs_then = BatchLoad(theirs.sequences, theirs.context_tokens + blocks * owner.block_tokens)
@@ -235,7 +257,7 @@ def _best_size(state: State, debtor: Debtor, order: Order, lender: WorkerRecord)
 
 
 def _held_by(state: State, owner: WorkerRecord, lender: WorkerRecord, order: Order) -> tuple[int, int]:
-    """Segments that the lender has of the owner's, and of how many sequences it has some, `order` among them."""
+    """The owner's segments at the lender, and the number of sequences that they belong to, `order` among them."""
     loans = [
         (one.order_id, loan.segments)
         for one in _orders(state, owner)

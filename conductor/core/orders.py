@@ -1,4 +1,22 @@
-"""Orders: what becomes of a request that has none yet, or whose order is gone. `booking` gives and takes them back."""
+"""Requests without an order: new, parked, or with their order lost. `booking` gives orders and takes them back."""
+
+# A request has two lives. Before its first placement it may be refused, because its client has seen nothing. After
+# that it is placed whatever it costs (`choose_again`), waits for a worker, or fails for good; a client may have tokens
+# by then, and a refusal would break an answer that has begun. One refusal is left: the decode worker's check before
+# the first token (`reject_placed`).
+#
+# Two rules bound all of this. A request that takes its worker down with it would take down the next ones, so it gets
+# `placements_max` placements, and avoids workers that failed it. A parked request has a timer, so none waits for ever.
+#
+# Turned down:
+# - Refusing at once while a pool has no worker: a cluster that starts or restarts its only worker would answer 503
+#   for seconds in which a short wait serves everybody. So a new request waits up to a bound, and no longer than its
+#   first token may take.
+# - A queue of placed requests in the core: workers queue their own orders, where a computed figure (`queue_ns`) says
+#   how long. Parked requests are only those that no worker can take.
+#
+# In doubt: parked requests are tried oldest first and each is costed anew, so a worker that joins an empty pool makes
+# one long step. New requests are parked up to `queued_max_per_worker` only, which keeps it bounded.
 
 from __future__ import annotations
 
@@ -31,6 +49,7 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
     costed = _cost(state, request)
     choice = choose(costed)
     verdict = choice.verdict
+    # Refused requests teach too: demand that is turned away is what a pool lacks workers for.
     learn_arrival(costed, verdict)
     if out.explains(event.request_id):
         out.notes.append(explain_arrival(costed, choice, seq=state.seq))
@@ -45,7 +64,7 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
 
 
 def _cost(state: State, request: Request, *, again: bool = False) -> Costed:
-    """`again`: it was accepted before, and is placed whatever that takes."""
+    """`again`: it was accepted before, and is placed whatever that costs."""
     return cost_request(
         state,
         request.event,
@@ -75,7 +94,7 @@ def _decide_again(state: State, request: Request, out: StepOutput, *, wait: bool
 
 
 def end_waiting(state: State, request: Request, out: StepOutput) -> None:
-    """The time is over in which a worker might have come."""
+    """No worker came before the timer: decide on the request now, or fail it if it was accepted before."""
     if request.placements:
         fail(state, request, "no worker came in time", out)
     else:
@@ -84,6 +103,7 @@ def end_waiting(state: State, request: Request, out: StepOutput) -> None:
 
 def accept_again(state: State, event: RequestArrived, out: StepOutput) -> None:
     """Place a request once more that counts as answered, though its client has not got all: never refused."""
+    # The core forgets a request with its answer. `placements=1` makes this one an accepted one again.
     del state.finished[event.request_id]
     request = Request(event=event, arrived_ns=state.at_ns, placements=1)
     state.requests[event.request_id] = request
@@ -115,7 +135,8 @@ def place_parked(state: State, out: StepOutput) -> None:
     """Place the requests that wait, oldest first, as far as possible. Call it when a worker starts to take orders."""
     for request_id in list(state.parked):
         request = state.requests[request_id]
-        if not request.placements:  # never accepted
+        # Never accepted: it may still be refused, by the load of now.
+        if not request.placements:
             _decide_again(state, request, out, wait=True)
             continue
         costed = _cost(state, request, again=True)
@@ -127,7 +148,8 @@ def place_parked(state: State, out: StepOutput) -> None:
 
 
 def place_borrowers(state: State, out: StepOutput) -> None:
-    """Place those that wait for room at others. Call it when an order has ended, or some of its KV has moved."""
+    """Place requests that wait for room at lenders. Call it when an order has ended, or some of its KV has moved."""
+    # Without lenders only a worker that starts to take orders can help, and that calls `place_parked` itself.
     if state.parked and any(worker.lends or worker.cache_elsewhere for worker in state.workers.values()):
         place_parked(state, out)
 
@@ -138,8 +160,9 @@ def _note(costed: Costed, placement: Placement | None, lost_reason: str, out: St
 
 
 def park(state: State, request: Request, wait_ns: int, out: StepOutput) -> None:
-    """Let it wait for a worker, for so long."""
+    """Park the request for at most `wait_ns`."""
     request_id = request.event.request_id
+    # The placement is in the timer's key: a timer of an earlier wait must not end this one.
     state.parked[request_id] = True
     arm(
         state,

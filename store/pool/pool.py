@@ -3,25 +3,30 @@
 A slot is in one of four states::
 
     free ──reserve──▶ reserved ──commit──▶ committed ──evict──▶ free
-                         │ └─release while a writer may still write──▶ condemned ──writer closed, or its deadline──▶
-                         free
-
-Rules.
+                         └─release while a writer may still write──▶ condemned ──writer closed, or its deadline──▶ free
 
 - A slot is given away only when nobody copies into it any more: `fence`. A condemned slot may have to wait for that.
-
 - A put has two phases. Reserved slots belong to their holders alone; a key is found only after `commit`.
-- A *hold* is what one party of one order has: reserved slots, and leases on committed ones. It expires.
-  Leased blocks are never evicted. Looking whether a key exists (`probe`) changes nothing.
-- A *writer* is another process that may write into the reserved slots of a hold: the node's
-  own worker, or a peer that pushes. A writer never writes after its deadline. A slot that loses its last
-  holder while a writer is on it is condemned: unusable until the writer closes or its deadline passes, so
-  that a late write never hits another order's bytes.
-- Keys are chained, but the pool does not know parents: it takes the order in which keys are listed, head
-  first.
+- A *hold* is the reserved slots of one party of one order, and its leases on committed ones. It expires. Leased blocks
+  are never evicted. Looking whether a key exists (`probe`) changes nothing.
+- A *writer* is another process that may write into the reserved slots of a hold: the node's own worker, or a peer that
+  pushes. A writer never writes after its deadline. A slot that loses its last holder while a writer is on it is
+  condemned until the writer closes or its deadline passes, so that a late write never hits another order's bytes.
+- Keys are chained, but the pool does not know parents: it takes the order in which keys are listed, head first.
 
-Source: Mooncake (FAST'25), section 4; architecture: leases and condemned slots are ours.
+Source: Mooncake (FAST'25), section 4; leases and condemned slots are ours.
 """
+
+# The paper's store writes by RDMA into memory of another machine and says little of a writer that is late. Here it is
+# the main question: workers write into shared memory themselves, a process may stand still for any time, and no
+# deadline stops a copy that has begun. Hence three guards. Leases and deadlines handle the process that dies, condemned
+# slots the one that is slow, and the fence the one that stood still in the middle of a copy.
+#
+# Turned down: copying through the agent, which alone would own the memory. It would be simple and safe, and every byte
+# would be copied once more. Counting references without a time: a reader that dies would keep its blocks for ever.
+# Parents of blocks in the pool: the order of keys evicts tails first as well.
+#
+# In doubt: a lease cannot keep a block for a reader that stands still. So readers compare epochs after their copy.
 
 from __future__ import annotations
 
@@ -57,7 +62,7 @@ class Pool:
         eviction: Eviction | None = None,
         quotas: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """`quotas`: slots that a tenant may use; who is not named may use all."""
+        """`quotas`: slots that a tenant may use; a tenant without a quota may use all."""
         assert slots > 0, slots
         self.slots = [Slot() for _ in range(slots)]
         self.holds: dict[Owner, Hold] = {}
@@ -80,11 +85,9 @@ class Pool:
     def open_put(
         self, owner: Owner, keys: Sequence[bytes], blocks: int, *, expires_ns: int, tenant: str = ""
     ) -> Hold:
-        """Leases those of `keys` that are here and reserves slots for the rest, and for `blocks - len(keys)`
-        without a key.
+        """Leases the `keys` that are here, reserves slots for the others and for `blocks - len(keys)` without a key.
 
-        All or nothing. Raises StoreFull, QuotaExceeded or WrongTenant, leaving everything as it was;
-        StoreError when the owner has a hold already.
+        All or nothing. Raises StoreFull, QuotaExceeded, WrongTenant, or StoreError when the owner has a hold already.
         """
         assert blocks >= len(keys), (blocks, len(keys))
         if owner in self.holds:
@@ -147,11 +150,9 @@ class Pool:
         return shared
 
     def commit(self, owner: Owner, checksums: dict[int, int]) -> list[int]:
-        """Makes blocks visible: `checksums` maps indices of the hold to checksums. Returns the indices that
-        became so.
+        """Makes blocks visible: `checksums` maps indices of the hold to checksums. Returns indices that became visible.
 
-        Blocks without a key, committed ones, and ones that another order committed meanwhile stay as they
-        are.
+        Blocks without a key, committed ones, and ones that another order committed meanwhile stay as they are.
         """
         hold = self.hold(owner)
         done = []
@@ -164,7 +165,7 @@ class Pool:
                 # else, or one key would have two slots.
                 slot.key = b""
                 continue
-            # Others may read it from now on, so nobody writes.
+            # Others may read the block from now on, so nobody may write it any more.
             self.fence.withdraw(hold.slots[i])
             slot.state = SlotState.COMMITTED
             slot.checksum = checksums[i]
@@ -176,8 +177,7 @@ class Pool:
     # --- leases ---------------------------------------------------------------------------------------------
 
     def lease(self, owner: Owner, keys: Sequence[bytes], *, first_block: int, expires_ns: int) -> Hold:
-        """Holds the blocks `keys[first_block:]`; those before count as used, so that heads stay newer than
-        tails.
+        """Holds the blocks `keys[first_block:]`; those before count as used, so that heads stay newer than tails.
 
         Raises BlockMissing (with how many are here) and holds nothing when one is not committed here.
         """
@@ -219,9 +219,7 @@ class Pool:
         hold.expires_ns, hold.retired = min(hold.expires_ns, expires_ns), True
 
     def release(self, owner: Owner) -> bool:
-        """Drops a hold: leases end, reserved slots become free, or condemned when a writer is on them. False:
-        no such hold.
-        """
+        """Drops a hold: its leases end, its reserved slots become free or condemned. False: there is no such hold."""
         hold = self.holds.pop(owner, None)
         if hold is None:
             return False
@@ -327,7 +325,7 @@ class Pool:
         """No effect when it is closed."""
         writer = self.writers.get((owner, name))
         if writer is not None:
-            # Never shortened: the writer may count on what it was told before.
+            # Never shortened: the writer counts on the deadline that it has.
             writer.deadline_ns = max(writer.deadline_ns, deadline_ns)
 
     def close_writer(self, owner: Owner, name: str) -> None:
@@ -382,7 +380,7 @@ class Pool:
         return left
 
     def postpone(self, by_ns: int) -> None:
-        """Every hold, and every writer's deadline, ends so much later."""
+        """Every hold, and every writer's deadline, ends `by_ns` later."""
         for hold in self.holds.values():
             hold.expires_ns += by_ns
         for writer in self.writers.values():
@@ -401,9 +399,7 @@ class Pool:
         return audit.counts(self.slots, len(self.holds))
 
     def check(self) -> None:
-        """The invariant: every slot is accounted for exactly once. Raises AssertionError with the values in
-        it.
-        """
+        """The invariant: every slot is accounted for exactly once. Raises AssertionError with its values."""
         audit.check_slots(self.slots, self.holds, self.writers, self._free, self._idle, self._lingering)
         free, committed = SlotState.FREE, SlotState.COMMITTED
         used = Counter([slot.tenant for slot in self.slots if slot.state is not free])

@@ -1,13 +1,28 @@
 """The orders of the decode machine: their tokens, their KVCache, their admission, their end. Pure.
 
-An order waits for its tokens (from the frontend), its KV (`TransferOpened` names slots of the node's pool,
-`KvReady` says which layers of which blocks are readable there; they are copied into the engine's cache while the
-batch steps) and its first token (`PrefillResult`). Then the SLO is checked once more, the first token is
-delivered, and the sequence is ready to join the batch. Exactly one of RequestFinished, DecodeRefused and
-DecodeFailed answers an order, unless it was cancelled.
+An order waits for its tokens (from the frontend), its KV (`TransferOpened` names slots of the node's pool, `KvReady`
+names the layers of blocks that are readable there; they are copied into the engine's cache while the batch steps) and
+its first token (`PrefillResult`). Then the SLO is checked once more, the first token is delivered, and the sequence is
+ready to join the batch. Exactly one of RequestFinished, DecodeRefused and DecodeFailed answers an order, unless it was
+cancelled.
 
 Source: Mooncake (FAST'25), section 3 (double check before decode).
 """
+
+# The paper has one sentence on this: KV streams to the decode instance while prefill goes on, and the request joins the
+# batch when all is there. The work is in the word "when". Tokens, KV and first token come from three processes over
+# three paths, in any order, and even before the order itself. So nothing here is a sequence of waits: each arrival is
+# noted, and `_advance` does whatever has become possible.
+#
+# Turned down:
+# - Copying only when all KV is in the pool: the copy of a long prompt would come on top of its prefill.
+# - Cache blocks that a waiting order keeps until it runs: running sequences would be swapped out for KV that nobody
+#   attends to yet. So a waiting order may lose its blocks, and copies again from the pool (`batch`).
+# - Trust in any author: each store agent and each prefill worker may write to this worker, so KV progress counts only
+#   from the order's own.
+#
+# In doubt: the double check refuses after a prefill was paid for. It is worth that only while the conductor's
+# prediction is worse than the step times measured here; `wasted_prefills` counts how often it happens.
 
 from __future__ import annotations
 
@@ -32,7 +47,7 @@ from halfmoon.workers.decode.step_times import PlaceTimes, StepTimes
 from halfmoon.workers.machines import Report, TakeTokens, refusal
 from halfmoon.workers.model.block_allocator import BlockAllocator
 
-#: KV messages may overtake the StartDecode order they belong to (another stream): those of this many orders are kept.
+#: KV messages may overtake their StartDecode order (another stream): those of this many orders are kept.
 EARLY_ORDERS_MAX = 256
 #: A request that ends with its first token lets the last layers of its KV arrive (they join the pool).
 LAST_LAYERS_NS = SECOND_NS // 2
@@ -67,8 +82,7 @@ class Orders:
         self.waiting: OrderedDict[str, DecodeSequence] = OrderedDict()
         self.running: list[DecodeSequence] = []
         self.swapped: deque[DecodeSequence] = deque()
-        #: What the compute thread and the copy thread work on. What ends meanwhile keeps its blocks until they are
-        #: done.
+        #: Sequences that the compute thread and the copy thread work on: they keep their blocks until these are done.
         self.in_step: list[DecodeSequence] = []
         self.moving_out: DecodeSequence | None = None
         self.moving_in: DecodeSequence | None = None
@@ -125,7 +139,7 @@ class Orders:
             self._on_kv(sequence, author_id, message)
 
     def take(self, order_id: str, reply: TakeReply | None) -> None:
-        """The frontend's answer; None: it does not answer."""
+        """Note the frontend's answer; None: it does not answer."""
         sequence = self.open.get(order_id)
         if sequence is None or sequence.taken:
             return
@@ -143,13 +157,15 @@ class Orders:
             self._fail(sequence, "nothing was delivered that could be gone on from", retryable=True)
             return
         sequence.go_on(self.now_ns, self.wall_ns)
-        if sequence.finish_reason:  # the word of the end was lost
+        # The client has every token, and only the report of the end was lost.
+        if sequence.finish_reason:
             self.finish(sequence)
 
     def hear(self, author_id: str, message: KvMessage) -> None:
         """KV progress of an order that is open, or yet to come."""
         if isinstance(message, KvLoaded):
-            return  # of a fetch, which is waited for as a whole
+            # Progress of a fetch, which is waited for as a whole.
+            return
         sequence = self.open.get(message.order_id)
         if sequence is not None:
             self._on_kv(sequence, author_id, message)
@@ -165,6 +181,7 @@ class Orders:
         order = sequence.order
         told_by = order.prefill_worker_id if isinstance(message, PrefillResult) else order.prefill_node_id
         # Every store agent and every prefill worker may write to this worker, and knows its orders.
+        # "" is an order of an older log, which does not name the two.
         if told_by not in ("", author_id):
             return
         match message:
@@ -194,11 +211,12 @@ class Orders:
             if sequence.finish_reason:
                 self.finish(sequence)
                 return
-        # Who was swapped out comes first: nothing new takes blocks before it is back.
+        # A swapped sequence comes first: nothing new takes blocks before it is back.
         if sequence.kv.opened and not sequence.loaded and (sequence.table or not self.swapped):
             self._load(sequence)
         if sequence.loaded:
-            self._release(sequence)  # the pool's slots have done their duty
+            # Released before the sequence runs: pushes of other prompts need the slots.
+            self._release(sequence)
         elif sequence.parts:
             self.lenders.ask_all(sequence, self.now_ns, self.out)
             self.lenders.push_tail(sequence, self.pushing, self.out)
@@ -208,7 +226,8 @@ class Orders:
             self._wake()
 
     def _admit(self, sequence: DecodeSequence) -> bool:
-        """The double check: would the batch still hold this request's SLO, by what steps take here and now?"""
+        """The double check: would the batch still hold this request's SLO, by the step times of here and now?"""
+        # A request that was placed before may have tokens at its client: it is never refused.
         order = sequence.order
         if sequence.slo_checked or order.placement > 1 or not order.tbt_slo_ns:
             return True
@@ -269,7 +288,7 @@ class Orders:
             self._advance(sequence)
 
     def part_not_held(self, order_id: str, worker_id: str, reason: str, plan_id: str) -> None:
-        """It has not; it is asked again for a while, unless the part is here and stays."""
+        """A lender has no part. It is asked again for a while, unless the part is here and stays."""
         if plan_id:
             self.moves.not_held(order_id, plan_id, reason, self.out)
             return
@@ -290,9 +309,9 @@ class Orders:
             self._advance(sequence)
 
     def lose_lender(self, worker_id: str, reason: str, hold: int) -> None:
-        """Whatever it holds of the batch's sequences is lost, or only what it has under `hold`."""
+        """Fail the sequences of the batch that the lender has parts of, or only the one with its part under `hold`."""
         lost = [sequence for sequence in self.running if borrows_of(sequence, worker_id)]
-        # One that nobody here has fails them all: else the same step would be made for ever.
+        # A hold that no sequence has fails them all: else the same step would be repeated for ever.
         for sequence in [one for one in lost if holds_under(one, worker_id, hold)] or lost:
             self._fail(sequence, f"lender {worker_id}: {reason}", retryable=True)
 
@@ -310,11 +329,11 @@ class Orders:
             self._advance(sequence)
 
     def lose_memory(self) -> None:
-        """The pool is empty: what was on its way through it is lost; what runs is not."""
+        """The pool is empty: KV on its way through it is lost, KV of running sequences is not."""
         for sequence in list(self.waiting.values()):
             if not sequence.loaded:
                 self._fail(sequence, "the node's store agent restarted", retryable=True)
-        # KV that overtook its order: its slots are now somebody else's.
+        # KV that overtook its order: its slots will be given to other orders.
         for order_id, messages in self.early.items():
             kept = [each for each in messages if not isinstance(each[1], TransferOpened | KvReady)]
             self.early[order_id] = kept
@@ -348,7 +367,7 @@ class Orders:
         )
 
     def cancel(self, order_id: str) -> None:
-        """By the conductor: no answer."""
+        """The conductor withdraws the order: nothing answers it."""
         self.early.pop(order_id, None)
         if (sequence := self.open.get(order_id)) is not None:
             self._drop(sequence)
@@ -432,7 +451,7 @@ class Orders:
         self.blocks_freed()
 
     def blocks_freed(self) -> None:
-        """Go on with what waits for blocks."""
+        """Go on with orders and swapped sequences that wait for blocks."""
         if not self.stopped:
             self.load_waiting()
             if self.swapped:

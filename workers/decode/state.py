@@ -5,8 +5,26 @@
                           ▼  │
                          swapped
 
-`orders` holds what waits, runs and ends, and its blocks; `batch` decides what the compute thread does next.
+`orders` has the orders that wait, run and end, and their blocks; `batch` decides the compute thread's next work.
 """
+
+# The form is that of dask's worker and of h11: a stimulus comes in, instructions go out, and a shell obeys them. The
+# worker was once threads and tasks around shared state. Much then depended on the order in which a copy, a step and a
+# cancellation ended, and a test could only hope to meet that order. Now tests draw the interleavings and check the
+# invariants after each event, and worlds of chaos play whole clusters of this very machine.
+#
+# It is simpler than dask's, because a worker has one kind of task and no dependencies between tasks. It is harder where
+# threads share memory with it: a step, a copy or a swap that has begun cannot be taken back. So an order that ends in
+# the middle of one is forgotten at once and its blocks are freed later (`Orders._free_unless_busy`).
+#
+# Turned down:
+# - A preempted sequence that is computed again, as vLLM does: KV of generated tokens that is computed as a prompt has
+#   other bits, and feeding them through decode again takes a step each. Blocks move to host memory instead.
+# - Actions that return a value: each ends in an event of its own, so that the machine never waits.
+# - One class for all of it: admission, lenders, moves and the batch change for different reasons.
+#
+# In doubt: `on` hands `now_ns` and `out` to `Orders` as attributes, not as arguments. That saves a parameter in forty
+# methods, and makes it possible to read the time of an older event by mistake.
 
 from __future__ import annotations
 
@@ -48,8 +66,8 @@ from halfmoon.workers.machines import Announce, AnnounceRequested, OrderCancelle
 class DecodeState:
     """See the module. `has_store`: the KV comes through a pool (an engine that computes nothing has none).
 
-    `eos_ids` are the model's end tokens. What it holds may be read by anybody; only `on` changes it (and
-    `heartbeat`, the step figures).
+    `eos_ids` are the model's end tokens. Anybody may read the state; only `on` changes it (and `heartbeat`, the step
+    figures).
     """
 
     def __init__(
@@ -129,6 +147,7 @@ class DecodeState:
                 orders.out.append(AnswerResend(resend_reply(known, event.request, self.worker_id)))
             case MemoryLost():
                 orders.lose_memory()
+            # The conductor knows this worker no more, and has placed its orders elsewhere: none of them may go on here.
             case AnnounceRequested():
                 orders.drop_all()
                 orders.out.append(Announce())

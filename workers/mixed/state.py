@@ -5,16 +5,33 @@
     order ─▶ prepared as a prefill is ─▶ the batch former ─▶ chunks ─▶ first token ─▶ decodes ─▶ ended
 
 A request's tokens, its slots of the node's pool and its fetches are a prefill's (`Job`), and so is the answer that its
-prompt is computed; what is drawn, delivered and sent again is a decode's (`DecodeSequence`). Between them nothing
-moves: the KV stays in the worker's cache. Each iteration has one row of every sequence that decodes and chunks of
-prompts within the token budget, as `halfmoon.workers.batch_former` says; whole blocks of the prompt are copied to the
+prompt is computed; tokens that are drawn, delivered and sent again are a decode's (`DecodeSequence`). Between them
+nothing moves: the KV stays in the worker's cache. Each iteration has one row of every sequence that decodes and chunks
+of prompts within the token budget (`halfmoon.workers.batch_former`); whole blocks of the prompt are copied to the
 node's pool, where others find them.
 
-Prompts are never starved by decodes: beside them there is always room for one grain. Who is preempted computes its
-prompt again and feeds what it had drawn through decode, so that exact numerics give the same bits.
+Prompts are never starved by decodes: beside them there is always room for one grain. A preempted request computes its
+prompt again and feeds its drawn tokens through decode, so that exact numerics give the same bits.
 
 Source: Sarathi-Serve (OSDI'24), section 4.2 (stall-free batching).
 """
+
+# The idea is Sarathi-Serve's: an iteration that only decodes leaves the processor idle, so chunks of prompts ride
+# along, and a token budget bounds how much they slow the decodes. The budget is the whole of the scheduling.
+#
+# It is simpler here than a scheduler that knows both phases. A mixed order is a prefill's job and a decode's sequence,
+# both as the other workers have them, and it answers with their events. The conductor, the frontend and the pool see
+# no third kind of order. It is harder in exact numerics: a block's KV depends on the chunk that it is computed in, so
+# chunks are whole blocks (`grain`), where the paper cuts a chunk at any token to fill the budget.
+#
+# Turned down:
+# - Swapping a preempted sequence to host memory, as the decode worker does: the former admits it anew, which is one
+#   path for both numerics, and it is seldom taken.
+# - Chunks in an engine call of their own: the weights would be read twice an iteration, which is what chunks save.
+# - A budget that never grows: with as many decodes as tokens in it no prompt would get in, so one grain is always left.
+#
+# In doubt: the time of an iteration is split by prediction. Decodes are charged their learned step and the chunks the
+# rest, since one measured time cannot tell the two apart.
 
 from __future__ import annotations
 
@@ -88,7 +105,7 @@ class MixedState:
             replays=True,
         )
         self.times = StepTimes(profile)
-        #: What the compute thread works on, and orders that were cancelled meanwhile: they end after it.
+        #: The iteration of the compute thread, and orders that were cancelled during it: they end after it.
         self.in_step: RunIteration | None = None
         self.ending: list[Job] = []
         #: The compute thread waits for Wake.
@@ -180,9 +197,10 @@ class MixedState:
             self._forget(request)
 
     def _go_on(self) -> None:
-        """Prepare the next ones, give the former who is prepared, and wake the compute thread for it."""
+        """Prepare the next requests, give the former those that are prepared, and wake the compute thread."""
         if self.stopped:
             return
+        # Few are prepared at a time: a prepared order holds slots of the node's pool while it waits for its turn.
         running = set(self.former.running)
         waiting = [each for each in self.requests.values() if each.order_id not in running]
         for request in waiting[: self.prepared_max]:
@@ -205,6 +223,7 @@ class MixedState:
         self.asleep = True
         if self.stopped:
             return
+        # Decodes run whatever the budget is. With more of them than tokens in it no prompt would ever be computed.
         former = self.former
         decoding = len(former.running) - former.prefilling
         former.budget_tokens = max(self.budget_tokens, decoding + self.grain)
@@ -225,10 +244,12 @@ class MixedState:
         self.out.append(self.in_step)
 
     def _moved_in_and_out(self, formed: Iteration) -> None:
+        # The client keeps its tokens: they are fed again as known ones, and `drawn` counts those fed so far.
         for name in formed.preempted:
             request = self.requests[name]
             request.drawn = 0
             request.sequence.preemptions += 1
+        # Admitted again after a preemption, a request has waited for room twice; its first wait is the one measured.
         for name in formed.admitted:
             request = self.requests[name]
             if not request.job.started_ns:
@@ -238,6 +259,7 @@ class MixedState:
     def _made(self, event: IterationMade) -> None:
         step, self.in_step = self.in_step, None
         assert step is not None
+        # Only now has the compute thread left the blocks and slots of orders that were cancelled during the iteration.
         formed = self.former.made()
         self._end_cancelled()
         self._timed(step, formed, event.step_ns)
@@ -268,7 +290,8 @@ class MixedState:
                 self._finish(request)
 
     def _timed(self, step: RunIteration, formed: Iteration, step_ns: int) -> None:
-        """Decodes alone say what a step costs; of a mixed iteration the rest is the chunks', by their tokens."""
+        """Learn a step's cost from iterations of decodes alone; charge the rest of a mixed one to its chunks."""
+        # By tokens: of two chunks in one iteration neither has a time of its own.
         count = len(step.decodes)
         if not formed.chunks:
             self.times.observe(step_ns, count, step.context_tokens)
@@ -281,7 +304,7 @@ class MixedState:
                 request.compute_ns += chunks_ns * chunk.tokens // tokens
 
     def _commit(self, formed: Iteration) -> None:
-        """Blocks that were stored and have a key are whole: others may read them."""
+        """Commit blocks that are stored and have a key: these are whole, and others may read them."""
         size = self.layout.block_tokens
         for chunk in formed.chunks:
             request = self.requests.get(chunk.name)

@@ -6,8 +6,15 @@
                           │ ↺ pause               │ ↺ pause      │  ↑
                           └ fetch, while it waits and computes   └ awaiting fetch
 
-What is heard that the stage does not wait for changes nothing. An order can end from every stage.
+An event that the stage does not wait for changes nothing. An order can end from every stage.
 """
+
+# The drawing is the machine. The paper's prefill overlaps loading, computing and storing layer by layer; so one order
+# has a fetch, a computation and a push at the same time, and each can fail while the others go on. A stage names the
+# one thing that the order waits for; `fetching`, `paused` and `cancelled` are the few things beside it.
+#
+# Turned down: waiting for the fetch before computing, which would be one line of stages; a long prefix arrives while
+# its first layers are computed over. In doubt: `pushed_wrong`. A fetch found wrong at its end costs a whole placement.
 
 from __future__ import annotations
 
@@ -72,7 +79,7 @@ class Job:
         self.arrived_ns = at_ns
         self.reply = TakeReply()
         self.token_ids: list[int] = []
-        #: When the store was first asked for what the stage waits for, and whether it is asked again after a pause.
+        #: Time of the stage's first question to the store; and whether the question is repeated after a pause.
         self.asked_ns = 0
         self.paused = False
         self.slots: list[int] = []
@@ -96,7 +103,7 @@ class Job:
         #: (layer, first block, blocks): pushed after the last layer where layers are not streamed.
         self.held_pushes: list[tuple[int, int, int]] = []
         self.result: PrefillResult | None = None
-        #: Who computes which layers; []: this worker all of them.
+        #: Workers and their layers; []: this worker computes all of them.
         self.stages = order.stages
 
     @property
@@ -281,13 +288,14 @@ class Job:
             self._compute_without_fetch("", out)
 
     def _fetch_failed(self, event: FetchFailed, out: Actions) -> None:
-        """A failed fetch costs computing from what is held here, nothing else; unless wrong layers were told of."""
+        """A failed fetch costs computing from the blocks held here, nothing else, unless wrong layers were pushed."""
         if not self.fetching:
             return
         self.fetching = False
         self.pushed_wrong = event.corrupted and self.fetched_layer >= 0
         if self.stage is PrefillStage.COMPUTING:
-            out.append(actions.FailLoads(order_id=self.order_id, reason=event.reason))  # LoadFailed comes
+            # LoadFailed answers, once the computation has left the layers that it waits for.
+            out.append(actions.FailLoads(order_id=self.order_id, reason=event.reason))
         elif self.stage is PrefillStage.AWAITING_FETCH:
             self._compute_without_fetch(event.reason, out)
         elif self.stage in (PrefillStage.PREPARED, PrefillStage.OPENING_PUSH):
@@ -348,7 +356,7 @@ class Job:
         if self.pushed_wrong:
             self.fail(f"cached layers: {reason}", out, retryable=True)
             return
-        # What the others have of the prefix is not good for it any more.
+        # Other stages may hold layers of the prefix that failed, so this worker computes all layers alone.
         self.fetched_blocks, self.stages = 0, []
         self._compute(out)
 
@@ -405,7 +413,7 @@ class Job:
         if self.cancelled:
             self.fail("cancelled", out, retryable=False)
         elif not self.fetched_blocks:
-            # What was held here before cannot be loaded: another try would find the same.
+            # Blocks that this node had already cannot be loaded: another try here would find the same.
             self.fail(f"cached layers: {reason}", out, retryable=True)
         elif self.fetching:
             # It still writes to slots that the computation is going to write.

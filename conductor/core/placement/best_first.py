@@ -1,11 +1,28 @@
 """Branch and bound: the prefill candidate that a policy would take, found without costing every worker.
 
-In a large cluster nearly all workers are passed over. A lower bound, cheap to compute, says how good a worker can be at
-best; workers are costed in the order of their bounds, until the next bound is no better than the best cost so far. The
+In a large cluster nearly all workers are passed over. Each worker has a lower bound of its rank, cheap to compute;
+workers are costed in the order of their bounds, until the next bound is no better than the best cost so far. The
 answer is that of looking at all of them: tests compare the two, on random logs.
 
 Only the orders of choice `EARLIEST_TOKEN` and `EARLIEST_TOKEN_WITH_COPIES` have bounds.
 """
+
+# The method is the old one of operations research (Land and Doig, 1960), with one branching: the worker. Costing a
+# prompt at a worker plans a fetch to it. The bound leaves the plan out: no first token comes before the queue is done
+# and all behind the longest known prefix is computed.
+#
+# It is simpler than a search tree, since all branches are leaves and a sorted list is the whole queue. It is harder in
+# one respect: the answer must be the very worker that a look at all of them gives, ties included, because replay
+# explains a decision by costing all workers. So a rank ends in the worker's place by id, and every bound has that
+# place too.
+#
+# Turned down:
+# - Costing a few workers drawn at random (power of two choices): cheap and near the best, but another answer.
+# - Keeping costs between requests: every order changes a queue, every block the matches, so little would stay valid.
+# - Bounds for every policy: the other policies are there for comparison, and may cost more.
+#
+# In doubt: bounds are loose where all workers are idle and alike; `_IdleBound` is there for that case alone. With links
+# measured faster than the policy's figure it bounds nothing, and many workers are costed.
 
 from __future__ import annotations
 
@@ -31,7 +48,7 @@ from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.events import RequestArrived
 
-#: This many of the least loaded workers are costed first, to have a good cost early.
+#: The bounds of this many of the least loaded workers are computed first, to have a good cost early.
 FEW_WORKERS = 8
 #: Holders of the longest match are costed first too, when they are no more than this: a first block may be everywhere.
 FEW_NODES = 32
@@ -47,9 +64,7 @@ NO_BOUND: Rank = (0, 0, 0, 0)
 def prefills_to_choose_from(
     state: State, request: RequestArrived, match: PrefixMatch, now_ns: int
 ) -> tuple[list[Candidate], int]:
-    """The candidate that the policy would take, where it is known without looking at all, else all; and how many there
-    are in all.
-    """
+    """The policy's candidate, where it is known without looking at all, else every candidate; and their full number."""
     best = earliest_first_token(state, request, match, now_ns)
     if best is not None:
         return [best], len(state.loads.prefill.rows)
@@ -62,9 +77,10 @@ def earliest_first_token(
 ) -> Candidate | None:
     """The candidate that `choose_prefill` would take of all those that are not full.
 
-    None when it is not known here: the policy chooses otherwise, workers differ in what they can hold, or all are
-    full. Then all must be looked at.
+    None when it is not known here: the policy chooses otherwise, workers differ in capacity, or all are full. Then all
+    must be looked at.
     """
+    # The index is of the state's own time. A request that is explained at an earlier time is costed whole.
     policy, tokens, index = state.policy, request.prompt_tokens, state.loads.prefill
     if not _bounded(rules_of(state)) or tokens > index.tokens_max or now_ns < state.at_ns:
         return None
@@ -72,7 +88,8 @@ def earliest_first_token(
     # A good cost at the start passes over the most: that of the best bound among those that mostly win.
     bounds = _lower_bounds(state, match, tokens, blocks, now_ns, _likely(index, match))
     likely = min(bounds, default=None)
-    if likely is None:  # a worker may announce any cost: all of these are beyond NEVER_NS
+    # A worker may announce any cost, so all of these may be beyond NEVER_NS.
+    if likely is None:
         return None
     first = likely[-1]
     best: Candidate | None = None
@@ -80,8 +97,9 @@ def earliest_first_token(
     if index.rows[first].orders < policy.queued_max_per_worker:
         best = candidate_of(state, index.workers[first], tokens, match, now_ns)
         rank = _rank(best, first)
-    # Who has more queued than this cannot be earlier, even at the least cost of any worker.
+    # A worker with more queued than this cannot be earlier, even at the least cost of any worker.
     queue_max_ns = rank[0] - index.least.prefill_ns(tokens, blocks * index.block_tokens)
+    # Sorted by load, so this is a slice: the work is of the workers with short queues, not of the whole cluster.
     places = [place for _, place in index.up_to(now_ns + queue_max_ns) if place != first]
     idle = _IdleBound(state, tokens, match, now_ns)
     for bound in sorted(_lower_bounds(state, match, tokens, blocks, now_ns, places, rank)):
