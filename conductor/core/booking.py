@@ -2,9 +2,9 @@
 
 Load is reserved in the state the moment an order is given, and freed when its half is answered, cancelled or lost.
 
-*Stages* are the workers that compute an order's first layers for who has the last ones. Each is booked for as long as
-the whole prompt is to take, until it says that its part is over or the prefill half ends. A worker that dies takes the
-order with it; the request is placed once more, then on one worker.
+*Stages* are the workers that compute an order's first layers for the worker with the last ones. Each is booked for the
+predicted time of the whole prompt, until it reports the end of its part or the prefill half ends. A worker that dies
+takes the order with it; the request is placed once more, then on one worker.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def free_stage(state: State, order: Order, worker_id: str) -> None:
 
 
 def stage_finished(state: State, event: StageFinished) -> None:
-    """One that is over early says so for nobody's sake but its own: who has the last part ends the order."""
+    """Free a stage that is over early; the worker with the last part ends the order."""
     order = state.orders.get(event.order_id)
     if order is not None and event.worker_id in order.prefill.staged:
         free_stage(state, order, event.worker_id)
@@ -305,7 +305,7 @@ def stage_finished(state: State, event: StageFinished) -> None:
 
 
 def withdraw(state: State, order: Order, out: StepOutput, *, prefill_runs: bool, decode_runs: bool) -> None:
-    """Take an order back: free what is reserved, cancel the halves that still run, release what stores hold for it."""
+    """Take an order back: free its reservations, cancel the halves that still run, release its slots in stores."""
     if order.mixed:  # one worker, which has let go of it where either half has failed
         prefill_runs = decode_runs = prefill_runs and decode_runs
     prefill_runs = prefill_runs and order.phase == "prefill" and not order.mixed

@@ -1,9 +1,8 @@
 """The choice between a pair, which prefills here and decodes there, and one mixed worker that does both.
 
-Each way is decided by its own rules first (`admission`, `mixed_admission`). What is possible goes before what is
-refused; between two placements the earlier first token decides, then the shorter time between tokens, then the fewer
-orders, then the mixed worker, between whose halves nothing moves. Where there are no mixed workers, all is as it was
-before there were any.
+Each way is decided by its own rules first (`admission`, `mixed_admission`). A placement goes before a refusal; between
+two placements the earlier first token decides, then the shorter time between tokens, then the fewer orders, then the
+mixed worker, between whose halves nothing moves. Without mixed workers the pair's verdict stands.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def choose(costed: Costed) -> Choice:
 
 def _one_of(costed: Costed, pair: Placement | Refusal, mixed: Placement | Refusal) -> Placement | Refusal:
     if isinstance(mixed, Refusal):
-        # Of two refusals, that of who exists says more.
+        # Of two refusals, the one by workers that exist tells the client more.
         none_there = isinstance(pair, Refusal) and pair.reason in ("no_worker", "too_long")
         return mixed if none_there else pair
     if isinstance(pair, Refusal) or costed.state.policy.mixed_choice == "preferred":
@@ -49,9 +48,9 @@ def _one_of(costed: Costed, pair: Placement | Refusal, mixed: Placement | Refusa
 
 
 def _waits_ns(costed: Costed, refusal: Refusal) -> int:
-    """How long a new request waits for a worker instead of being refused; 0: it does not wait.
+    """Time for which a new request waits for a worker instead of being refused; 0: it does not wait.
 
-    Not when so many wait already, nor longer than until its first token is late.
+    It does not when `queued_max_per_worker` wait already, and never past the moment when its first token is late.
     """
     state, request = costed.state, costed.request
     policy = state.policy
@@ -61,8 +60,8 @@ def _waits_ns(costed: Costed, refusal: Refusal) -> int:
 
 
 def choose_again(costed: Costed) -> Placement | None:
-    """The best placement of a request that was accepted before, whatever it takes, with no worker that failed it where
-    there are others; None when there is none. It is costed whole.
+    """The best placement of a request that was accepted before, whatever it costs, on workers that did not fail it
+    where there are others; None when there is none. The request is costed whole.
     """
     pair, mixed = place_again(costed), mixed_again(costed)
     if pair is None or mixed is None:

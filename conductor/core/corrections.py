@@ -1,10 +1,10 @@
-"""Corrections of predictions by what was seen: when they are learned, and what they change.
+"""Corrections of predictions by measurements: when they are learned, and what they change.
 
-A worker's `cost` is what was fitted, times its corrections; so all that is predicted by it is corrected. Prefills have
-theirs by how many neighbours on the host compute at the time: for a prompt that begins at once those that compute now,
-for one behind others all that have orders, since what is before it will be decoding. When that number or the correction
-changes, what is queued is priced anew. The time between tokens is that of a step with the batch that will be, times
-what the longest intervals of answers took of their mean. `state.correction` has the arithmetic.
+A worker's `cost` is the fitted profile times its corrections; so every prediction by it is corrected. Prefills have a
+correction for each number of neighbours on the host that compute at the time: for a prompt that begins at once those
+that compute now, for a queued one all that have orders, since the prompts before it will be decoding. When the number
+or the correction changes, queued prompts are priced anew. The time between tokens is a step of the batch that the
+request joins, times the ratio of the longest intervals of answers to their mean. `state.correction` has the arithmetic.
 
 Only under a policy with a `correction_window`.
 """
@@ -33,7 +33,7 @@ from halfmoon.schemas.roles import WorkerRole
 
 
 def corrected(state: State, worker: WorkerRecord) -> bool:
-    """Predictions of this worker are corrected by what is seen."""
+    """True where predictions of this worker are corrected by measurements."""
     return state.policy.correction_window > 0 and worker.learning.enabled
 
 
@@ -94,14 +94,14 @@ def typical_cost(worker: WorkerRecord) -> CostProfile:
 
 
 def prefill_seen(state: State, order: Order, event: PrefillFinished | None) -> int:
-    """Keep what a prefill took, and tell the correction that it had. Call when it is known to be over, before it is
-    freed; None: its answer has ended before it was said to be.
+    """Keep the measured time of a prefill; the correction that its prediction had. Call it when the prefill is over,
+    before it is freed. `event` None: the answer ended before the report of the prefill came.
     """
     worker = state.workers.get(order.prefill_id)
     if worker is None or worker.prompts is None or not corrected(state, worker):
         return EXACT_PERMILLE
     permille = worker.prompts.permille.get(worker.prompts.head_neighbours, EXACT_PERMILLE)
-    # What several took together says nothing of one.
+    # The time of several stages together teaches nothing of one worker.
     if order.phase == "prefill" and not order.prefill.fetch_node_id and not order.prefill.stages:
         _keep_prefill(state, worker.prompts, order, event)
     return permille
@@ -153,7 +153,7 @@ def corrects_tbt(state: State, worker: WorkerRecord) -> bool:
 
 
 def tbt_permille(worker: WorkerRecord, answer_tokens: int) -> int:
-    """The correction of the time between tokens of an answer that is expected to be so long."""
+    """The correction of the time between tokens, for an answer of `answer_tokens`."""
     seen = worker.batch.answers_seen if worker.batch is not None else {}
     return nearest_permille(seen, length_class(answer_tokens))
 
@@ -226,7 +226,7 @@ def price_prompt(state: State, order: Order, prefill: Candidate) -> None:
 
 
 def _price_queue(state: State, worker: WorkerRecord) -> None:
-    """Reserve for prefills, and when each is to end, by what is known now."""
+    """Reserve prefill time anew, and predict each prefill's end, by the costs of now."""
     duty = worker.prompts
     if duty is None:
         return
@@ -234,7 +234,7 @@ def _price_queue(state: State, worker: WorkerRecord) -> None:
     permille = duty.permille.get(duty.head_neighbours, EXACT_PERMILLE)
     for order_id in duty.orders:
         half = state.orders[order_id].prefill
-        # What was placed before there were corrections, or is computed by several, stays as it was priced.
+        # A prompt placed before there were corrections, or computed by several workers, stays as it was priced.
         if half.prompt_tokens and not half.stages:
             compute_ns = fitted.prefill_ns(half.prompt_tokens, half.cached_tokens)
             reserved_ns = compute_ns * permille // EXACT_PERMILLE + half.beside_ns

@@ -57,7 +57,7 @@ class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
     other_way: Placement | Refusal | None = None
     #: Attention workers that could hold KV: blocks that were free, and all that they have.
     attention: dict[str, tuple[int, int]] = {}
-    #: Who holds KV for others and is avoided, as slow: how long a step waited for it, and was expected to, ns.
+    #: Holders of others' KV that are avoided as slow: ns that a step waited for each, and was expected to wait.
     slow: dict[str, tuple[int, int]] = {}
     #: Of workers whose predictions are corrected: role, thousandths of what was fitted, and busy neighbours (prefill).
     corrections: dict[str, tuple[WorkerRole, int, int]] = {}
@@ -131,9 +131,9 @@ def explain_arrival(costed: Costed, choice: Choice, *, seq: int) -> Explanation:
 
 
 def explain_supposed(state: State, request: RequestArrived, at_ns: int) -> Explanation:
-    """The grounds of what would be decided on `request` at `at_ns`, as the next event of the log."""
+    """The grounds of the decision on `request`, were it the next event of the log, at `at_ns`."""
     if at_ns > state.at_ns:
-        # What is overdue then is judged by the state's own time.
+        # The cost of an order that is overdue at that time is computed from the state's own time.
         state = msgspec.structs.replace(state, at_ns=at_ns)
     costed = cost_request(state, request, at_ns, f"{state.seq + 1}:0")
     return explain_arrival(costed, choose(costed), seq=state.seq + 1)
@@ -165,7 +165,7 @@ def _holds_only(state: State, worker: WorkerRecord) -> bool:
 
 
 class RoleGrounds(msgspec.Struct, kw_only=True):
-    """Why a worker was told to take another role by load, or why that was advised. Needs and loads are permille."""
+    """Grounds on which a worker changes its role by load, or should. Needs and loads are permille."""
 
     worker_id: str
     role: WorkerRole
@@ -174,7 +174,7 @@ class RoleGrounds(msgspec.Struct, kw_only=True):
     at_ns: int
     advised: bool
     reason: str
-    #: By role: workers needed for what arrives, for what is there, and workers that it has.
+    #: By role: workers needed for arriving load, for present load, and workers that it has.
     arriving: dict[WorkerRole, int]
     present: dict[WorkerRole, int]
     workers: dict[WorkerRole, int]

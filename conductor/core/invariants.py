@@ -27,7 +27,7 @@ def check(state: State) -> None:
 
 
 def check_ledger(state: State) -> None:
-    """Who holds what for whom, alone: cheap enough for every step. Raises AssertionError."""
+    """The invariants of loans and moves alone: cheap enough for every step. Raises AssertionError."""
     for order in state.orders.values():
         if (
             order.decode.loans
@@ -96,7 +96,7 @@ def _check_borrowed(state: State, order: Order, decode: WorkerRecord) -> None:
         "I30 moved twice",
         order,
     )
-    # No part moves on, and no debts go round: who has moved something away holds nothing that was moved.
+    # No part moves on, and no debts go round: a worker that has moved KV away holds no moved KV.
     for order_id in decode.lent:
         other = state.orders[order_id].decode
         made = other.loans[len(other.loans) - other.moved_loans :]
@@ -183,7 +183,7 @@ def _check_loans(state: State, worker: WorkerRecord) -> None:
         )
         promised += blocks
     for order_id, blocks in worker.orders.items():
-        # What was lent at the placement is for as long as the request can get; what moved later, for as long as it is.
+        # A placement loan covers the longest possible request; a later move covers its current length.
         order = state.orders[order_id]
         if len(order.decode.loans) > order.decode.moved_loans:
             promised += blocks

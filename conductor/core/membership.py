@@ -178,7 +178,7 @@ def worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> W
 def worker_draining(state: State, event: WorkerDraining, out: StepOutput) -> None:
     worker = state.workers.get(event.worker_id)
     if worker is not None and worker.incarnation == event.incarnation:
-        # One that changes its role stays on its way out, whatever it says: the change would never come to its end.
+        # A worker that changes its role keeps draining whatever its heartbeat reports, or the change would never end.
         worker.draining = event.draining or worker.change.becomes != ""
         state.members_changed()
         place_parked(state, out)
@@ -333,7 +333,8 @@ def bridge_silence(state: State, at_ns: int) -> None:
     if gap_ns <= 2 * state.policy.heartbeat_ns or state.seq == 0:
         return
     if state.timers_in_row > len(state.workers) + len(state.stores) + len(state.frontends):
-        return  # the log goes on, with nothing but timers: it is they who are silent
+        # The log goes on, with nothing but timers: the members themselves are silent.
+        return
     for members in state.members.values():
         for member in members.values():
             member.last_seen_ns += gap_ns

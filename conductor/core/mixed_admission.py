@@ -1,4 +1,4 @@
-"""Early rejection at mixed workers: a request is placed on one whole, or refused by what is predicted there.
+"""Early rejection at mixed workers: a request is placed on one whole, or refused by the prediction there.
 
 The rules are those of a pair (`admission`), with one worker's queue, room and iterations.
 """

@@ -50,7 +50,7 @@ def ttft_limit_ns(state: State, request: RequestArrived, prefill: Candidate) -> 
 
 
 def tbt_limit_ns(state: State, request: RequestArrived, decode: DecodeCandidate, context_tokens: int) -> int:
-    """The predicted time between tokens from which this worker's candidate, with so much context, is refused."""
+    """The predicted time between tokens from which this candidate, with `context_tokens`, is refused."""
     worker = state.workers[decode.worker_id]
     objective_ns = tbt_objective_ns(
         state, request, worker, context_tokens, decode.loans, decode.cache, idle=not worker.orders
@@ -81,14 +81,14 @@ def tbt_objective_ns(
 
 
 def learned(state: State, worker: WorkerRecord) -> None:
-    """Something was measured that says what the worker takes."""
+    """Note the time of a measurement of the worker's own speed."""
     # An older log has states without this.
     if state.policy.idle_served:
         worker.learning.newest_ns = state.at_ns
 
 
 def _supported(state: State, worker: WorkerRecord) -> bool:
-    """True where what the worker takes was measured lately, or is known beforehand (null engine)."""
+    """True where the worker's speed was measured lately, or is known beforehand (null engine)."""
     learning = worker.learning
     if not learning.enabled:
         return True

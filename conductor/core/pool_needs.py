@@ -1,11 +1,11 @@
-"""How many workers each pool needs: by what arrived lately, and by what waits and runs. Thousandths of a worker.
+"""Workers that each pool needs: by recent arrivals, and by waiting and running requests. Thousandths of a worker.
 
-Prefill: the time that arriving prompts take a second, and the queue. Decode: arriving tokens of answers over what a
-worker makes with a batch as large as the TBT SLO, its KV and its batch allow; or, if that is more, the workers that
-what is placed now fills so, and more by the share of requests that decode had no room for: how long answers are is
+Prefill: the time that arriving prompts take a second, and the queue. Decode: arriving tokens of answers over the tokens
+that a worker makes with a batch as large as the TBT SLO, its KV and its batch allow; or, if that is more, the workers
+that the placed requests fill, and more by the share of requests that decode had no room for: the length of answers is
 learned when they end, which may be a minute after they have become longer.
 
-Refused requests count: those who ask and get nothing are what a pool lacks workers for.
+Refused requests count: they are the demand that a pool lacks workers for.
 
 Sources: DistServe (arXiv 2401.09670) for a split by each phase's goodput under its own SLO; Mooncake (ARXIV), section
 7, for load over SLO. Which parts make a need, and their targets, are ours.
@@ -24,7 +24,7 @@ from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.roles import ELASTIC_ROLES, WorkerRole
 
-#: A pool counts as full at so much, in percent: of a prefill worker's time, of the TBT SLO, of a decode worker's KV.
+#: A pool counts as full at these percentages: of a prefill worker's time, of the TBT SLO, of a decode worker's KV.
 PREFILL_TARGET = 85
 STEP_TARGET = 75
 KV_TARGET = 90
@@ -34,7 +34,7 @@ class PoolNeed(msgspec.Struct, frozen=True, kw_only=True):
     """A pool that stays as it is: its workers (with those that are joining it), and how many it needs, permille."""
 
     workers: int
-    #: For what arrives, for what is there, and for both.
+    #: For arriving load, for present load, and for both.
     arriving: int
     present: int
     permille: int
@@ -45,7 +45,7 @@ class PoolNeed(msgspec.Struct, frozen=True, kw_only=True):
         return max(1, -(-self.permille // 1_000))
 
     def load(self, more: int = 0) -> int:
-        """How full it is, permille, with so many workers more; one of none is as full as can be."""
+        """The pool's load in permille with `more` workers more; a pool of none is as full as can be."""
         workers = self.workers + more
         return self.permille // workers if workers > 0 else _ENDLESS
 
@@ -111,7 +111,7 @@ def _answers(state: State, seen: Look, workers: Sequence[WorkerRecord]) -> int:
 
 
 def _decoding(state: State, seen: Look, workers: Sequence[WorkerRecord]) -> int:
-    """Workers that what is placed on these fills: their steps, KV or batches, whichever is the most."""
+    """Workers that the placed requests fill: by steps, by KV or by batches, whichever is the most."""
     if not workers:
         return 0
     cost = _mean_cost(workers)

@@ -7,10 +7,10 @@ this from taking healthy orders:
 
 - An order counts only when the worker has obeyed a decision at least as new (`obeyed_seq`). Time would not do: a
   decision that a conductor makes late, because it was away, has the time of its cause.
-- Two heartbeats must say so, at least half a period apart: those that waited for the bus together count as one.
+- Two heartbeats must agree, at least half a period apart: those that waited for the bus together count as one.
 
-A decode worker also lists the orders that lack their KV or first token. When the prefill has ended a heartbeat ago, and
-two heartbeats say so, the KV is lost (its progress is told once), and the request is placed again.
+A decode worker also lists the orders that lack their KV or first token. When two heartbeats still list one after its
+prefill has ended, the KV is lost (its progress is sent once), and the request is placed again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def lose_orders(
 ) -> None:
     """The worker's halves of these orders are gone: withdraw all of them, then place their requests again.
 
-    `told`: the worker is there and may have some of the orders after all, so it is told to cancel each.
+    `told`: the worker is there and may have some of the orders after all, so it gets a CancelOrder for each.
     """
     requests = []
     for order_id in order_ids:
@@ -52,7 +52,7 @@ def lose_orders(
 def reconcile_orders(state: State, worker: WorkerRecord, event: WorkerHeartbeat, out: StepOutput) -> None:
     """Bring the core's open orders of a worker and those that its heartbeat lists to agree."""
     report = worker.report
-    # A worker that lists nothing at all says nothing of its orders; an empty list says that it has none.
+    # No list is no statement about orders; an empty list is the statement that there are none.
     if event.orders is None:
         report.unlisted_ns, report.stray_ns, report.lacking_ns = {}, {}, {}
         return
@@ -60,7 +60,7 @@ def reconcile_orders(state: State, worker: WorkerRecord, event: WorkerHeartbeat,
     unlisted = [
         order_id
         for order_id in worker.orders
-        # Newer ones the worker has not obeyed yet, so it cannot list them: their silence says nothing.
+        # The worker has not obeyed newer orders yet, so it cannot list them.
         if order_id not in listed and state.orders[order_id].placed_seq <= event.obeyed_seq
     ]
     # An order that ended a moment ago is a stray until its worker has heard of the end: so two heartbeats must name it.
@@ -80,7 +80,7 @@ def reconcile_orders(state: State, worker: WorkerRecord, event: WorkerHeartbeat,
 
 def _is_stray(state: State, worker: WorkerRecord, order_id: str) -> bool:
     if order_id not in state.orders:
-        # What is held of an order that another goes on with is asked for under the new one's id.
+        # KV that is held of a resumed order is asked for under the new order's id.
         resumed = (state.orders[each].decode.resumes for each in worker.lent if each in state.orders)
         return order_id not in resumed
     # A decode worker may still hold something of it for a move that was given up.
@@ -103,7 +103,7 @@ def _confirmed_twice(
     again = []
     for order_id in order_ids:
         named_ns = since_ns.get(order_id, state.at_ns)
-        # Two heartbeats may come at once after a cut connection; they say what one says.
+        # Two heartbeats may come at once after a cut connection; they count as one.
         if state.at_ns - named_ns >= state.policy.heartbeat_ns // 2:
             again.append(order_id)
         else:

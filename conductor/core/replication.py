@@ -1,9 +1,9 @@
 """Replication: a hot prefix gets another holder before the one that has it is a bottleneck.
 
 A prefix is hot when, with the fetch that was just ordered, `Policy.hot_transfers` transfers leave its source at once.
-Then one more node, the emptiest of those that lack it, is told to copy it. While the copy is on its way the next order
-may say so again; an agent that has a block, or is fetching it, does nothing. A copy that nobody reads is cold, and
-evicted first (`halfmoon.store.agent.replicas`).
+Then one more node, the emptiest of those that lack it, gets an order to copy it. While the copy is on its way the next
+request may order it again; an agent that has a block, or is fetching it, does nothing. A copy that nobody reads is
+cold, and evicted first (`halfmoon.store.agent.replicas`).
 
 Source: Mooncake (2407.00079), section 6.2 (cache load balancing); the rule is ours.
 """

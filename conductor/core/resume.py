@@ -1,7 +1,7 @@
-"""A decode worker that keeps no KV is gone: another goes on with what lies at attention workers, without a prefill.
+"""A decode worker that keeps no KV is gone: another goes on with the KV at attention workers, without a prefill.
 
-The order is a new one, so that no late word of the old one is taken for its own; what is held moves to it in the
-ledger at once, and at the attention workers when the decode worker asks them for it (`HoldRequest.adopts`).
+The order is a new one, so that no late word of the old one is taken for its own. The holds move to it in the ledger at
+once, and at the attention workers when the decode worker asks them for it (`HoldRequest.adopts`).
 
 Source: Lamina (arXiv 2405.01814): a model worker has no state of its requests, and is replaced.
 """

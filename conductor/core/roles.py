@@ -1,18 +1,17 @@
 """Roles that change: a worker takes nothing new, finishes what it has, and joins again in another role.
 
-Nobody is told who is needed where it is: in every role that had workers some stay. An operator may want it
-(`RoleWanted`), or the planner, by load: a worker goes from the emptier pool to the fuller one, if that one is less full
-then.
+No change empties a role: in every role that had workers some stay. An operator orders a change (`RoleWanted`), or the
+planner, by load: a worker goes from the emptier pool to the fuller one, if the fuller one gains by it.
 
-The planner looks once a period. The pool that gives must, with a worker less, still be emptier than the other one was,
-by `elastic_gain_percent`: then the way back would not pay, so under a load that stays the same nothing goes back and
-forth. What lasts a moment only is left alone (`elastic_hold_ns`); after a change it waits (`elastic_pause_ns`), and
-few change at once. A pool that has no worker left gets one at once.
+The planner looks once a period. The giving pool must, with a worker less, still be emptier than the other one was, by
+`elastic_gain_percent`: then the way back would not pay, and under a steady load no worker goes back and forth. A short
+imbalance is left alone (`elastic_hold_ns`); after a change the planner waits (`elastic_pause_ns`), and few workers
+change at once. A pool that has no worker left gets one at once.
 
 The worker with the least outstanding work goes: the prefill worker with the shortest queue, the decode worker whose
 last answer is expected to end first.
 
-Source: Mooncake (ARXIV), section 7, names the switch of roles; when and who are ours.
+Source: Mooncake (ARXIV), section 7, names the switch of roles; the moment and the choice of the worker are ours.
 """
 
 from __future__ import annotations

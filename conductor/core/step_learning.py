@@ -1,9 +1,9 @@
-"""Learning: every arrival teaches what is offered, every finished prefill what its worker takes, and heartbeats of
-decode workers what their steps take: the own part by the fit, attention elsewhere by its price.
+"""Learning: arrivals teach the offered load, finished prefills the speed of their worker, and heartbeats of decode
+workers the time of their steps: the own part by the fit, attention elsewhere by its price.
 
-What a step waits for attention elsewhere is not the worker's own cost, and is taken off before the fit. Where all KV is
-elsewhere, the parts of a step are known from what was measured, and only what they add up to is corrected. Both know
-who holds what for the batch as it is now, so heartbeats teach while the batch has as many sequences as their steps had.
+A step's wait for attention elsewhere is not the worker's own cost, and is taken off before the fit. Where all KV is
+elsewhere, the parts of a step were measured, and only their sum is corrected. Both know the holders of the batch as it
+is now, so heartbeats teach while the batch has as many sequences as their steps had.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def learn_prefill(
         counters.cached_local_tokens += event.cached_local_tokens
         counters.cached_fetched_tokens += event.cached_fetched_tokens
     worker = state.workers.get(event.worker_id)
-    # What several took together says nothing of one.
+    # The time of several stages together teaches nothing of one worker.
     if worker is None or worker.prompts is None or not worker.learning.enabled:
         return
     if cached < prompt_tokens and event.stages < 2:

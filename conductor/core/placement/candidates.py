@@ -1,9 +1,9 @@
 """Prefill candidates: the cost of a prompt at each prefill worker.
 
-`candidates` costs it at all of them. They change nothing, so that replay can call them to explain a decision.
-`policies` says which candidate is taken, `best_first` finds that one without looking at all; `costed` asks the two.
+`candidates` costs it at all of them and changes nothing, so that replay can call it to explain a decision. `policies`
+has the rule of choice, `best_first` finds its candidate without looking at all; `costed` asks the two.
 
-Source: Mooncake (FAST'25), Algorithm 1; which blocks to fetch from where is in `fetch_plan`.
+Source: Mooncake (FAST'25), Algorithm 1; the fetches are planned in `fetch_plan`.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ FREE_COPIES = CopiesRate(0, 1)
 def copies_rate(state: State) -> CopiesRate:
     """The rate for blocks that another node holds and this one will; free under a policy that does not price copies.
 
-    In a full pool they displace as many others, each of which may have to be computed when it is asked for again: as
-    often as displaced blocks were, for all who wait then (`displaced`), or as often as blocks are reused on average
+    In a full pool a copy displaces another block, which may have to be computed when it is asked for again: as often as
+    displaced blocks were, for all requests that wait then (`displaced`), or as often as blocks are reused on average
     (`reuse`).
     """
     counters = state.counters
@@ -117,7 +117,7 @@ def copies_rate(state: State) -> CopiesRate:
 
 
 def copies_ns(rate: CopiesRate, cost: CostProfile, block_tokens: int, blocks: int) -> int:
-    """Price of so many blocks at a worker of this cost."""
+    """Price of copies of `blocks` blocks at a worker of this cost."""
     if blocks <= 0:
         return 0
     return blocks * (cost.prefill_per_token_ps * block_tokens // 1_000) * rate.part // rate.whole

@@ -1,4 +1,4 @@
-"""Capacity: the longest requests that workers could hold, were they empty, and what is said of one that is longer."""
+"""Capacity: the longest requests that workers could hold, were they empty, and the refusal of a longer one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def capacity(state: State) -> tuple[int, int]:
 
 
 def _tokens_max(state: State, worker: WorkerRecord) -> int:
-    """Tokens of the longest request that a decode worker, or who holds its KV, could take."""
+    """Tokens of the longest request that a decode worker, or the holders of its KV, could take."""
     if worker.cache_elsewhere:
         return min(tokens_max(worker), longest_elsewhere(state, worker))
     return tokens_max(worker)
@@ -116,5 +116,5 @@ def fits(state: State, worker: WorkerRecord, request: RequestArrived) -> bool:
     """Whether the worker, and its node's pool, could hold its part of the request, were they empty."""
     if worker.batch is not None:  # of a mixed one too: it decodes what it has computed
         return decode_fits(state, worker, request)
-    # Who only holds parts of others' sequences has no half of a request, so none is too long for it.
+    # A worker that only holds parts of others' sequences has no half of a request, so none is too long for it.
     return worker.prompts is None or prefill_fits(state, worker, request)

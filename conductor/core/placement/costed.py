@@ -1,8 +1,8 @@
-"""A costed request: what a decision on one request looks at, each part computed once and passed on as one value.
+"""A costed request: the inputs of a decision on one request, each computed once and passed on as one value.
 
-`cost_request` matches the prefix, says how long the answer is expected to be, and costs the workers. Where the policy
-compares what has a bound, one prefill and one decode candidate are all that it costs: the ones that the policy would
-take of all (`best_first`, `shortest_step`). An explanation asks for every one.
+`cost_request` matches the prefix, estimates the length of the answer, and costs the workers. Where the policy's order
+has a bound, it costs one prefill and one decode candidate: the ones that the policy would take of all (`best_first`,
+`shortest_step`). An explanation asks for every one.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def cost_request(
     waited_ns: int = 0,
     avoid: Sequence[str] | None = None,
 ) -> Costed:
-    """The request at `now_ns`. `avoid`: it was accepted before, and failed by these; it is placed whatever that takes,
+    """The request at `now_ns`. `avoid`: it was accepted before, and failed by these; it is placed whatever that costs,
     so every worker is costed.
     """
     answers = state.answers.get(answer_class(request.max_tokens))

@@ -127,7 +127,7 @@ def decode_candidate_of(
     cache: Sequence[KvPart] = (),
 ) -> DecodeCandidate:
     """One decode worker with a request of `context_tokens` (prompt and expected answer) on top of its load; `loans` and
-    `cache`: who else has some of its KV.
+    `cache` are the parts of its KV at other workers.
     """
     blocks = -(-context_tokens // worker.block_tokens) if worker.block_bytes else 0
     sequences = len(worker.orders)

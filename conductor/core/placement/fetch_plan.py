@@ -129,7 +129,7 @@ def _best_of(state: State, prompt: Prompt, sources: Iterable[FetchSource], links
 def plan_as_printed(state: State, prompt: Prompt) -> FetchPlan | None:
     """Algorithm 1 as printed: fetch all of the longest prefix, if it is longer than the local one times the threshold.
 
-    None: use what is in DRAM on the worker's node.
+    None: use the blocks in DRAM of the worker's node.
     """
     worker = prompt.worker
     local = min(prompt.match.held.get(worker.node_id, 0), prompt.limit)
@@ -139,7 +139,7 @@ def plan_as_printed(state: State, prompt: Prompt) -> FetchPlan | None:
         dram = prompt.match.dram.get(worker.node_id, 0)
         if local <= dram:
             return None
-        # The paper has one tier: what is on the node's own SSD counts as there, at no cost.
+        # The paper has one tier: blocks on the node's own SSD count as local, at no cost.
         prefill = worker.cost.prefill_ns(prompt.tokens, local * worker.block_tokens)
         return FetchPlan(
             blocks=local,

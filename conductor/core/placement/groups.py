@@ -1,8 +1,8 @@
 """Groups of prefill workers that compute one prompt together: each has some layers, chunks flow through.
 
 The worker that was chosen for the prompt has the last layers, the slots of its node's pool and the first token; idle
-workers of the same layout join it, each with a range of layers before that. Nobody who has an order is taken, and some
-of the idle ones are left for who comes next, so under load there are no groups; and each further worker must take off
+workers of the same layout join it, each with a range of layers before that. No worker with an order joins, and some of
+the idle ones are left for the next request, so under load there are no groups; and each further worker must take off
 enough of the time. A short prompt stays on one worker by the same rule: with few chunks the stages wait for each other.
 
 Stage m has the share s_m of each chunk's time. The last stage ends no later than `max(s)·t + (1 - max(s))·c` after the
@@ -25,7 +25,7 @@ from halfmoon.schemas.decisions import LayerStage
 
 
 def in_group(state: State, alone: Candidate, tokens: int, now_ns: int) -> Candidate:
-    """The candidate with those who join it for a prompt of so many tokens; as it is where nobody should."""
+    """The candidate with the workers that join it for a prompt of `tokens`; unchanged where none should."""
     most, last = _size_max(state), state.workers[alone.worker_id]
     if most < 2 or not _joins(state, last, last, tokens):
         return alone
@@ -38,7 +38,7 @@ def in_group(state: State, alone: Candidate, tokens: int, now_ns: int) -> Candid
     others.sort(key=lambda worker: worker.cost.prefill_ns(tokens, cached))
     best, times = alone, [alone.prefill_ns]
     for size in range(2, min(most, len(others) + 1, last.layout.layers) + 1):
-        # Who computes the last layers also takes in all KV and draws the token: it has the fewest.
+        # The worker with the last layers also takes in all KV and draws the token: it has the fewest layers.
         members = [*others[: size - 1], last]
         chunk_tokens, prefill_ns = _best_chunks(state, members, tokens, cached, now_ns)
         times.append(prefill_ns)
@@ -56,10 +56,10 @@ def in_group(state: State, alone: Candidate, tokens: int, now_ns: int) -> Candid
 def _size_max(state: State) -> int:
     """The largest group at present.
 
-    Who comes while a group computes waits for all of it. So under `spare` as many workers as arrivals find busy on
-    average stay out of it, though they may idle at this moment. Without this a chat service's prompts, many of which
-    arrive at once, waited 4 to 8 percent longer than without groups; one standard deviation more of them, and there
-    were no groups there.
+    A request that comes while a group computes waits for all of it. So under `spare` as many workers as arrivals find
+    busy on average stay out of the group, though they may idle at this moment. Without this a chat service's prompts,
+    many of which arrive at once, waited 4 to 8 percent longer than without groups; with one standard deviation more of
+    them no groups formed there.
     """
     most, workers = state.policy.prefill_group, state.loads.prefill.workers
     if state.policy.group_from == "idle":

@@ -1,7 +1,7 @@
 """Candidates, and the measures by which policies compare them.
 
 A measure is a number of a candidate with its name in words: the least wins. Policies choose by measures and replay
-explains a choice by the very same ones, so what is said is what was compared.
+explains a choice by the very same ones, so an explanation names the numbers that were compared.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Candidate(msgspec.Struct, kw_only=True):
     copies_ns: int = 0
     #: Out of the choice, because its queue is as long as it may be.
     full: bool = False
-    #: Who computes which layers, the worker the last ones ([]: it computes all), in chunks of so many tokens; and the
-    #: time that the prompt takes on one worker, on two, and so on, as far as there were idle ones ([]: not looked at).
+    #: Workers and their layers, this one's last ([]: it computes all), in chunks of `chunk_tokens`; and the prompt's
+    #: time on one worker, on two, and so on, as far as there were idle ones ([]: no group was considered).
     stages: list[LayerStage] = []
     chunk_tokens: int = 0
     group_ns: list[int] = []
@@ -63,9 +63,9 @@ class DecodeCandidate(msgspec.Struct, kw_only=True):
     prefix_blocks: int
     sequences: int
     full: bool = False
-    #: Who would hold the prompt's first segments, where the worker's own cache is too small; `blocks` are the others.
+    #: Parts with the prompt's first segments, where the worker's own cache is too small; `blocks` are the others.
     loans: list[KvPart] = []
-    #: Who would hold its KV where the worker keeps none, and how many blocks each (of parts: all together).
+    #: Parts of its KV where the worker keeps none, and the blocks of each (of parts by sequence: all together).
     cache: list[KvPart] = []
     cache_blocks: int = 0
     #: Of `tbt_ns`, what waits for attention elsewhere; in how many groups the batch takes turns (0: it does not).

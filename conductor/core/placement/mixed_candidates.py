@@ -22,7 +22,7 @@ from halfmoon.schemas.events import RequestArrived
 
 
 class MixedCandidate(msgspec.Struct, kw_only=True):
-    """One mixed worker, as who computes the prompt and as who decodes."""
+    """One mixed worker, costed for the prompt and for the answer."""
 
     prefill: Candidate
     decode: DecodeCandidate
@@ -86,7 +86,7 @@ def _candidate_of(
 
 
 def chunk_tokens(worker: WorkerRecord, decoding: int) -> int:
-    """Tokens of prompts in one iteration beside so many decodes: whole blocks in exact numerics, one at least."""
+    """Tokens of prompts in an iteration beside `decoding` decodes: whole blocks in exact numerics, one at least."""
     grain = worker.block_tokens if worker.layout.numerics == "exact" else 1
     assert worker.batch is not None, worker
     return max(grain, (worker.batch.token_budget - decoding) // grain * grain)

@@ -59,8 +59,8 @@ def shares(
     least: int,
     most: int,
 ) -> list[tuple[WorkerRecord, int]] | None:
-    """How many segments each of `others` holds, from `least` to `most` in all, of a request of so many blocks; `end`
-    holds what follows them. None: they have no room.
+    """The number of segments for each of `others`, from `least` to `most` in all, of a request of `blocks` blocks;
+    `end` holds the rest. None: they have no room.
     """
     each = end.layout.segment_blocks
     missing = max(least, -(-(blocks - room(end)) // each))
@@ -90,7 +90,7 @@ def borrowings(state: State, request: RequestArrived, *, avoid: Sequence[str] = 
     """One for each decode worker that could take the request with the help of others, by id."""
     lenders = [worker for worker in state.loads.decode.workers if worker.lends]
     trusted = [worker for worker in lenders if worker.worker_id not in avoid]
-    # With the others' help rather than alone: who failed a request may still hold a part of it.
+    # With the others' help rather than alone: a worker that failed a request may still hold a part of it.
     helpers = trusted if len(trusted) > 1 else lenders
     tokens = request.prompt_tokens + request.max_tokens
     for worker in trusted or lenders:
@@ -130,7 +130,7 @@ def _loans(
 
 
 class FoundPlaces(NamedTuple):
-    """Who would hold the KV of a request, of `blocks`, and whether they have room for it now."""
+    """Places for the KV of a request, its `blocks` there, and whether there is room for them now."""
 
     places: list[KvPart]
     blocks: int

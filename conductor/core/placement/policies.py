@@ -9,7 +9,7 @@ Other packages bring policies too: the process that runs a core adds theirs to t
 
 Source: Mooncake (FAST'25), Algorithm 1 (`mooncake`, `halfmoon`), and its baselines; `dynamo` is the published cost of
 NVIDIA Dynamo's KV router; `lmetric` the product of Zhang et al., LMetric (arXiv 2603.15202); `sticky` is session
-affinity, a session being whoever repeats the longest prefix.
+affinity, a session being the requests that repeat one prefix.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from halfmoon.conductor.core.state.cost import Link
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.types import KEY_BYTES
 
-#: Lengths of runs of blocks from the first, longest first, and the nodes that hold just so many.
+#: Lengths of runs of blocks from the first, longest first, and the nodes whose run has this length.
 Runs = list[tuple[int, list[str]]]
 
 

@@ -1,8 +1,8 @@
 """The price of attention elsewhere in a decode step: round trips and bytes of a channel a layer, and attention there.
 
-Parts that lenders hold are attended to while the owner attends to its own, so a step waits only for what they take
-longer. Where attention workers hold all of it, groups of rows take turns (`StepElsewhere`). A worker whose table of
-parts was not measured, or who asks one of which it was not, costs what its learned step says.
+Lenders attend to their parts while the owner attends to its own, so a step waits only for the difference. Where
+attention workers hold all KV, groups of rows take turns (`StepElsewhere`). Where the table of parts of the owner or of
+a holder was not measured, a step costs what was learned of the whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LSE_BYTES = 4
 
 
 class Row(NamedTuple):
-    """A sequence of a batch: its context, and who has parts of it."""
+    """A sequence of a batch: its context, and the parts of it at other workers."""
 
     context_tokens: int
     loans: list[KvPart]
@@ -48,7 +48,7 @@ def rows_of(state: State, worker: WorkerRecord) -> list[Row]:
 def step_price(
     state: State, worker: WorkerRecord, sequences: int, context_tokens: int, rows: Iterable[Row]
 ) -> StepPrice:
-    """One step of so many sequences, with `context_tokens` in all, of which `rows` are those that count."""
+    """One step of `sequences` sequences with `context_tokens` in all; `rows` are those with parts elsewhere."""
     if worker.priced and worker.batch is not None and worker.batch.cache_elsewhere:
         step = step_elsewhere(state, worker, list(rows))
         if step is not None:
@@ -64,7 +64,7 @@ def step_price(
 def lent_price(
     state: State, worker: WorkerRecord, context_tokens: int, rows: Iterable[Row]
 ) -> tuple[int, int]:
-    """Tokens that lenders attend to, and how much longer they take than the worker's attention to its own."""
+    """Tokens that lenders attend to, and the time by which that outlasts the worker's attention to its own."""
     asked: dict[str, tuple[int, int]] = {}
     for row in rows:
         for loan in row.loans:
@@ -86,7 +86,7 @@ def own_ps(worker: WorkerRecord, tokens: int) -> int:
 
 
 def share_ps(owner: WorkerRecord, lender: WorkerRecord, rows: int, segments: int) -> int:
-    """A step's attention to `segments` of so many of the owner's sequences at a lender, as the owner sees it."""
+    """A step's attention to `segments` at a lender, of `rows` sequences of the owner, as the owner sees it."""
     tokens = segments * owner.layout.segment_tokens
     if not owner.priced or not lender.cost.attention_token_ps:
         return lender.cost.decode_per_context_token_ps * tokens
@@ -143,7 +143,7 @@ def step_elsewhere(state: State, worker: WorkerRecord, rows: list[Row]) -> StepE
 
 
 def _row_bytes(worker: WorkerRecord, place: KvPart, tokens: int) -> int:
-    """A row's payload of a layer at a place that has so many of its tokens."""
+    """A row's payload of a layer at a place that has `tokens` of its tokens."""
     layout, query = worker.layout, worker.cost.query_row_bytes
     if not place.segments and not place.first_segment:
         return (

@@ -99,10 +99,10 @@ class BlockIndex:
     def runs(
         self, block_keys: bytes, blocks_max: int, *, dram_only: bool = False
     ) -> list[tuple[int, list[str]]]:
-        """Lengths of runs from the first block, longest first, and the nodes that hold just so much, by id.
+        """Lengths of runs from the first block, longest first, and the nodes with a run of this length, by id.
 
-        A key says nothing about the one before it (that may have been evicted), so every key up to the end of
-        the longest run is looked up; chunks grow, so that a miss at the start of a long prompt costs little.
+        A block may be here and the one before it evicted, so every key up to the end of the longest run is looked up;
+        chunks grow, so that a miss at the start of a long prompt costs little.
         """
         limit = min(len(block_keys) // KEY_BYTES, blocks_max)
         found: list[tuple[int, int]] = []
@@ -114,8 +114,8 @@ class BlockIndex:
             masks = map(self._dram.get, keys, repeat(0))
             if self._ssd and not dram_only:
                 masks = map(or_, masks, map(self._ssd.get, keys, repeat(0)))
-            # held[i]: who has every block before place start + i. One `and` is a block of all nodes at once, however
-            # many they are.
+            # held[i]: nodes with every block before place start + i. One `and` handles a block of all nodes at once,
+            # however many nodes there are.
             held = list(accumulate(masks, and_, initial=mask))
             if held[-1] != mask:
                 for blocks, still in enumerate(held, start - 1):

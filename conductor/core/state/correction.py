@@ -1,10 +1,9 @@
-"""Corrections: how much of their prediction the last prefills and answers of a worker took.
+"""Corrections: the ratio of measured to predicted times of a worker's last prefills and answers, in thousandths.
 
-Costs are fitted to what one worker takes; what it takes at present also depends on who else computes on its host, and
-changes by the hour there. So predictions are corrected by the middle one of the last measurements, each compared with
-what is predicted for it: one stalled prefill moves nothing, and a change of speed shows after a few. Those of prefills
-are kept apart by how many neighbours computed at the time, those of answers by their length. Factors are in
-thousandths.
+A cost profile is fitted to a worker alone; its present speed also depends on the other processes that compute on its
+host, and changes by the hour. So predictions are corrected by the median of the last ratios: one stalled prefill moves
+nothing, and a change of speed shows after a few. Ratios of prefills are kept apart by the number of neighbours that
+computed at the time, those of answers by their length.
 
 Ours.
 """
@@ -23,12 +22,12 @@ from halfmoon.schemas.types import INT_MAX
 EXACT_PERMILLE = 1_000
 #: Of a single measurement, in thousandths of its prediction.
 PERMILLE_MIN, PERMILLE_MAX = 50, 20_000
-#: Fewer measurements are completed by one of what is thought otherwise.
+#: Fewer measurements than this are completed by one of the value that is assumed without them.
 FEW = 3
-#: So many in a row, all this far (in thousandths) to one side of the middle, tell of another speed.
+#: This many in a row, all this far (in thousandths) to one side of the median, are a change of speed.
 CHANGED_IN_A_ROW = 2
 CHANGED_PERMILLE = 1_250
-#: More neighbours than this count as so many.
+#: More neighbours than this count as this many.
 NEIGHBOURS_MAX = 3
 #: Parts of a cost profile.
 _PREFILL = ("prefill_base_ns", "prefill_per_token_ps", "prefill_per_token2_fs")
@@ -73,9 +72,9 @@ def middle_permille(ratios: Sequence[int], otherwise: int) -> int:
 
 
 def prefills_permille(seen: Mapping[int, Sequence[SeenPrefill]], fitted: CostProfile) -> dict[int, int]:
-    """The corrections of prefills by how many neighbours are busy, on top of `fitted`.
+    """The corrections of prefills by the number of busy neighbours, on top of `fitted`.
 
-    Measurements are compared with what is fitted now: what the fit has learned of them counts only once.
+    Measurements are compared with the fit of now, so that a speed that the fit has learned is not corrected again.
     """
     ratios = {
         neighbours: [
@@ -116,7 +115,7 @@ def _median(values: Sequence[int]) -> int:
 
 
 def scaled(fitted: CostProfile, prefill_permille: int, step_permille: int) -> CostProfile:
-    """`fitted` with prefills and steps that take so many thousandths of it."""
+    """`fitted` with prefills that take `prefill_permille` of it, and steps that take `step_permille`."""
     if prefill_permille == step_permille == EXACT_PERMILLE:
         return fitted
     times = ((_PREFILL, prefill_permille), (_STEP, step_permille))

@@ -35,7 +35,7 @@ EXPECTED_TOKENS_FIRST = 256
 # coefficient of the prior is thought to be below a tenth of the whole.
 _PREFILL_TYPICAL = (1.0, 1_000.0, 1_000_000.0)
 _DECODE_TYPICAL = (1.0, 8.0, 8_000.0)
-#: Taken for the time at the typical size when a profile says nothing (all zeros).
+#: The time at the typical size when a profile is empty (all zeros).
 _UNKNOWN_NS = float(SECOND_NS)
 
 
@@ -80,7 +80,8 @@ def _observe(fit: Fit, features: tuple[float, float, float], seen_ns: int) -> bo
     covariance = [p[3 * i + j] - px[i] * px[j] / spread for i in range(3) for j in range(3)]
     for i in range(3):
         if not (0.0 <= weights[i] < 1e6 and 0.0 <= covariance[4 * i] < 1e6):
-            return False  # also what is not a number
+            # False for NaN too.
+            return False
         if covariance[4 * i] < 1.0:
             covariance[4 * i] += DRIFT
     fit.weights, fit.covariance = weights, covariance

@@ -23,7 +23,7 @@ class Look(msgspec.Struct):
     requests: int = 0
     #: Of these, refused for what decode lacked.
     decode_refused: int = 0
-    #: To compute what is not cached.
+    #: Time to compute the uncached part.
     prefill_ns: int = 0
     answer_tokens: int = 0
     #: For each token of an answer, the tokens before it; and those that its request has reserved.

@@ -23,8 +23,8 @@ _GONE_MIN = 64
 #: earlier: their prefixes end up on all nodes, and the workers that idle, which a long prompt wants together, are few.
 #: Of 2, 5, 10 and 20 percent, 5 was never behind no price at all on the hours of agents' sessions that it was tuned on.
 _PRICE_PERCENT_MIN = 5
-#: So many prompts are held up at most, as the price counts them. With no such bound a burst about one text stayed with
-#: the worker that had read it first; 4 in place of 2 made no difference.
+#: Most prompts that the price counts as held up. Without a bound a burst about one text stayed with the worker that had
+#: read it first; 4 in place of 2 made no difference.
 _HELD_UP_MAX = 2
 
 
@@ -60,8 +60,8 @@ class Displaced(msgspec.Struct, kw_only=True):
     def rate(self, prompts_permille: int) -> tuple[int, int]:
         """The expected cost of copying blocks, as a share of computing them: part and whole.
 
-        Whoever computes displaced blocks again holds up all who wait there too: `prompts_permille` is how many prompts
-        a worker has in hand, in the mean, times a thousand.
+        A worker that computes displaced blocks again holds up all its prompts: `prompts_permille` is the mean number of
+        prompts that a worker has in hand, times a thousand.
         """
         part, whole = min(self.missed, self.evicted), max(1, self.evicted)
         if part * 100 < whole * _PRICE_PERCENT_MIN:

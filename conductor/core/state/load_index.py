@@ -170,7 +170,7 @@ class LoadIndexes:
                 decode.append(worker)
             elif worker.holds is not None:
                 attention.append(worker)
-        #: Who only computes prompts, only decodes, does both, or holds KV for others and does neither.
+        #: Workers that only compute prompts, only decode, do both, or hold KV for others and do neither.
         self.prefill = LoadIndex[PrefillRow](prefill, prefill_row, pool_tokens)
         self.decode = LoadIndex[DecodeRow](decode, decode_row, pool_tokens)
         self.mixed = LoadIndex[DecodeRow](mixed, decode_row, pool_tokens)

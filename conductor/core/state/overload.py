@@ -32,7 +32,7 @@ class Offered(msgspec.Struct, kw_only=True):
 
 
 def learn_busy(offered: Offered, busy: int) -> None:
-    """An arrival finds so many prefill workers busy."""
+    """An arrival finds `busy` prefill workers busy."""
     offered.looks += 1
     offered.busy_permille += (1_000 * busy - offered.busy_permille) // min(offered.looks, OFFERED_WINDOW)
 

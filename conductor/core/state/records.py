@@ -39,7 +39,7 @@ class Learning(msgspec.Struct, kw_only=True):
 
     #: As joined.
     profile: CostProfile
-    #: Null engine: predictions stay what the profile says.
+    #: False for the null engine: its predictions stay those of the profile.
     enabled: bool
     #: Under a policy with `correction_window`: the worker's cost without its correction.
     fitted: CostProfile | None = None
@@ -48,7 +48,7 @@ class Learning(msgspec.Struct, kw_only=True):
 
 
 class WorkerReport(msgspec.Struct, kw_only=True):
-    """A worker's word of itself, and where it does not agree with what is known here."""
+    """A worker's report of itself, and its disagreements with the state here."""
 
     # For people: as joined, and from its last heartbeat.
     exact_numerics: ExactNumerics = ""
@@ -61,12 +61,12 @@ class WorkerReport(msgspec.Struct, kw_only=True):
     stray_ns: dict[str, int] = {}
     #: Orders whose prefill has ended and whose KV or first token it lacks, by its last heartbeat: since when.
     lacking_ns: dict[str, int] = {}
-    #: Told to announce itself (for a heartbeat of another incarnation): it drops what it has and joins again.
+    #: It was asked to announce itself (for a heartbeat of another incarnation): it drops its orders and joins again.
     asked: bool = False
 
 
 class RoleChange(msgspec.Struct, kw_only=True):
-    """Roles that a worker's process takes when it is told to; and the one that it was told to take, "": none."""
+    """Roles that a worker's process can take on a ChangeRole; and the role that it was ordered to take, "": none."""
 
     may_become: list[WorkerRole]
     becomes: WorkerRole | Literal[""] = ""
@@ -104,8 +104,8 @@ class BatchDuty(msgspec.Struct, kw_only=True):
     fit: Fit
     #: Tokens of an iteration that computes prompts too; 0: none does.
     token_budget: int = 0
-    #: It keeps no KV: attention workers have it. In so many groups its rows take turns by its option (0: by its
-    #: profile), and did in its newest step. What such steps take, in thousandths of what their parts add up to.
+    #: It keeps no KV: attention workers have it. Its rows take turns in `groups` groups by its option (0: by its
+    #: profile), and did in its newest step. Time of such steps, in thousandths of the sum of their parts.
     cache_elsewhere: bool = False
     groups: int = 0
     groups_seen: int = 0
@@ -131,12 +131,12 @@ class HoldDuty(msgspec.Struct, kw_only=True):
     kv_heads: int = 0
     #: Orders of others, with the blocks that it holds of each.
     orders: dict[str, int] = {}
-    #: Who finds it slow.
+    #: The workers that find it slow.
     slow_by: dict[str, SlowMark] = {}
 
 
 class WorkerRecord(msgspec.Struct, kw_only=True):
-    """A worker that has joined, what it does, and what is reserved on it.
+    """A worker that has joined, its duties, and the load that is reserved on it.
 
     A worker has one duty or several: a mixed one computes prompts and decodes, a decode worker that lends holds parts
     too. A rule asks for the duty rather than for the role's name, so it is right for a role that was added later.
@@ -206,7 +206,7 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
 
 
 def part_blocks(layout: Layout, part: KvPart, blocks: int = 0) -> int:
-    """Blocks of a part, of a request that has so many, in the layout of either end."""
+    """Blocks of a part of a request with `blocks` blocks, in the layout of either end."""
     return part.size(blocks, layout.segment_blocks)
 
 
@@ -268,7 +268,7 @@ class PrefillHalf(msgspec.Struct, kw_only=True):
     fetch_node_id: str = ""
     fetch_sharing: int = 1
     fetch_ssd: bool = False
-    #: Who computes which layers of the prompt, its worker the last ones; and which of the others do so yet.
+    #: Workers and their layers of the prompt, its own worker's last; and the other workers that still compute.
     stages: list[LayerStage] = []
     staged: list[str] = []
     # Under a policy with `correction_window`: what it is priced by, and what it takes beyond computing that.
@@ -278,7 +278,7 @@ class PrefillHalf(msgspec.Struct, kw_only=True):
 
 
 class DecodeHalf(msgspec.Struct, kw_only=True):
-    """The half of an order that decodes its answer, and who else holds some of its KV."""
+    """The half of an order that decodes its answer, and the parts of its KV at other workers."""
 
     #: How long it is to last.
     lasts_ns: int
@@ -287,14 +287,14 @@ class DecodeHalf(msgspec.Struct, kw_only=True):
     context_tokens: int
     #: It has joined the batch.
     running: bool = False
-    #: Who holds the prompt's first segments; the last `moved_loans` were made by moves.
+    #: Parts with the prompt's first segments; the last `moved_loans` were made by moves.
     loans: list[KvPart] = []
     moved_loans: int = 0
     move: PendingMove | None = None
     #: The attention workers that hold its KV, and the blocks that each has reserved for it (of parts: all together).
     cache: list[KvPart] = []
     cache_blocks: int = 0
-    #: The order whose cache it took over; who holds it may list it under that one's id.
+    #: The order whose cache it took over; a holder may list the cache under that order's id.
     resumes: str = ""
 
 

@@ -1,9 +1,9 @@
 """Places that answer far more slowly than was measured: attention workers, and decode workers that lend.
 
-Those who ask them tell, with each heartbeat, how long the middle one of their newest steps waited for each, and what it
-was to take. One that took `slow_place_percent` of that is marked, until it takes less than half as much. New parts go
-to others while these have room. So nobody may ask it any more: a mark that nothing has renewed for `slow_place_ns` is
-over, and the next part that goes there shows how it is.
+Each heartbeat of a decode worker has, for each place that it asks, the median wait of its newest steps and the expected
+wait. A place whose wait is `slow_place_percent` of the expected one is marked, until the wait is less than half of
+that. New parts go to others while these have room. A marked place may then have no askers left: a mark that nothing has
+renewed for `slow_place_ns` ends, and the next part that goes there shows the place's speed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def judge_places(state: State, owner: WorkerRecord, event: WorkerHeartbeat) -> N
 
 
 def slow_mark(state: State, place: WorkerRecord) -> SlowMark | None:
-    """Why new parts avoid it: the word of who waited longest; None: they do not."""
+    """The mark for which new parts avoid the place, by the worker that waited longest; None: they do not."""
     slow_by = place.holds.slow_by if place.holds is not None else {}
     marks = [mark for mark in slow_by.values() if _counts(state, mark)]
     return max(marks, key=lambda mark: mark.waited_ns, default=None)
