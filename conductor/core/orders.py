@@ -12,8 +12,8 @@
 # - Refusing at once while a pool has no worker: a cluster that starts or restarts its only worker would answer 503
 #   for seconds in which a short wait serves everybody. So a new request waits up to a bound, and no longer than its
 #   first token may take.
-# - A queue of placed requests in the core: workers queue their own orders, where a computed figure (`queue_ns`) says
-#   how long. Parked requests are only those that no worker can take.
+# - A queue of placed requests in the core: workers queue their own orders, and the core predicts the wait (`queue_ns`).
+#   Parked requests are only those that no worker can take.
 #
 # In doubt: parked requests are tried oldest first and each is costed anew, so a worker that joins an empty pool makes
 # one long step. New requests are parked up to `queued_max_per_worker` only, which keeps it bounded.

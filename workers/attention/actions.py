@@ -1,4 +1,4 @@
-"""Instructions of who holds KV of others' sequences to its shell, in the imperative."""
+"""Instructions of a holder of others' KV to its shell, in the imperative."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class AnswerHold(msgspec.Struct, frozen=True):
 
 
 class OfferHold(msgspec.Struct, frozen=True):
-    """From now on, attend to the first `tokens` in these blocks for whoever asks for `hold`.
+    """From now on, attend to the first `tokens` in these blocks for anyone that asks for `hold`.
 
-    More come over a channel; nobody is answered before there are `expected`.
+    More tokens come over a channel; no question is answered before there are `expected`.
     """
 
     hold: int

@@ -13,7 +13,7 @@ class RowRefusal(NamedTuple):
 
 
 class PartRefused(Exception):
-    """`place` does not hold what it was asked about; the text says what. `hold`: it is this one, 0: all of it."""
+    """`place` does not hold a part that it was asked about; the text names it. `hold` 0: it holds none of them."""
 
     def __init__(self, place: str, reason: str, hold: int = 0) -> None:
         super().__init__(f"{place}: {reason}")
@@ -21,7 +21,7 @@ class PartRefused(Exception):
 
 
 class LenderLost(Exception):
-    """`worker_id` does not attend to what it held; the text says why. `hold`: not to this one, 0: to nothing."""
+    """`worker_id` attends no more to `hold`, or, where that is 0, to any of its holds; the text gives the reason."""
 
     def __init__(self, worker_id: str, reason: str, hold: int = 0) -> None:
         super().__init__(reason)

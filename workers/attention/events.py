@@ -1,4 +1,4 @@
-"""Stimuli of who holds KV of others' sequences. LoadHold ends in HoldLoaded."""
+"""Stimuli of a holder of others' KV. LoadHold ends in HoldLoaded."""
 
 from __future__ import annotations
 

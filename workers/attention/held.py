@@ -25,9 +25,9 @@ class HeldSegments:
 
     blocks: list[int]
     tokens: int
-    #: Nobody is answered before so many are here.
+    #: No question is answered before this many tokens are here.
     expected: int = 0
-    #: Of the tokens that arrive: the layer that is due, and how many they are.
+    #: Arriving tokens: the layer that is due, and their number.
     layer_due: int = 0
     rows_due: int = 0
     #: The newest list of whole caches that has it: the only one that may make it longer.

@@ -5,7 +5,7 @@ still computes the new tokens' keys and values. When these come (KEY_VALUE), eac
 the others, all merge in their order, as in `ExactAttention`, and the tokens are written to the holds. The answer (OUT)
 is what attention gives: a row of q up, one of k and v, a row down.
 
-Source: Lamina (arXiv 2405.01814), section 4.2.2: attention to what is cached overlaps with the projection of k and v.
+Source: Lamina (arXiv 2405.01814), section 4.2.2: attention to cached tokens overlaps with the projection of k and v.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class HeldCaches:
         return self._asked is not None
 
     def ask(self, header: MessageHeader) -> None:
-        """`query` is here: the states over the past of each row. What is wrong is said when k and v have come."""
+        """`query` is here: compute the states over each row's past. A problem is reported when k and v have come."""
         if header.layer == 0:
             self._begin()
         elif header.layer != self._layer_due and not self.problem:
@@ -147,7 +147,7 @@ class HeldCaches:
 
 class HeldTails(HeldCaches):
     """A list of rows whose first segments lie elsewhere. The answer (PARTIAL) has the states of their segments here,
-    row by row; whoever asked has the others, and those over the new tokens. These are written to the holds as ever.
+    row by row; the asking worker has the other states, and those over the new tokens. New tokens join the holds.
     """
 
     answer = Op.PARTIAL
@@ -169,7 +169,7 @@ class HeldTails(HeldCaches):
 
 
 def problem_of(wanted: Sequence[tuple[int, int]], holds: Mapping[int, HeldSegments]) -> RowRefusal | None:
-    """Why rows cannot be attended to in these holds with so many tokens, or nothing."""
+    """The reason why the (hold, tokens) pairs `wanted` cannot be attended to; None: they can."""
     for number, tokens in wanted:
         hold = holds[number]
         if not hold.complete:

@@ -1,4 +1,4 @@
-"""Obeys what `Holds` says: answers who asks to have KV held, loads it, offers it and drops it."""
+"""Obeys `Holds`: answers requests to hold KV, loads the KV, offers it and drops it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HoldService:
     def __init__(self, worker: Worker, lender: Lender) -> None:
         self._worker, self._lender = worker, lender
         self._pool: PoolView | None = None
-        #: Who asked to have something held, by the number that the machine knows the question by.
+        #: Open requests to hold KV, by the machine's number for each.
         self._asks: dict[int, asyncio.Future[AnswerHold]] = {}
         self._ask_number = 0
 

@@ -1,8 +1,7 @@
 """KV of other workers' sequences that lies in this worker's cache. Pure, as the machine.
 
-A *hold* is asked for, loaded from a pool by the copy thread, offered to whoever attends to it over a channel, and
-dropped when the conductor takes back the order that it belongs to. Its blocks are of the same cache as the worker's
-own.
+A *hold* is requested, loaded from a pool by the copy thread, offered over channels to the worker that decodes, and
+dropped when the conductor takes back its order. Its blocks are of the same cache as the worker's own.
 
 Source: Infinite-LLM (arXiv 2401.02669), section 4: a creditor's side of a loan.
 """
@@ -36,7 +35,7 @@ class Holding:
 
 
 class Holds:
-    """See the module. Every method appends what is to be done to `out`."""
+    """See the module. Every method appends its actions to `out`."""
 
     def __init__(
         self,
@@ -46,10 +45,10 @@ class Holds:
         *,
         heads: tuple[int, int] | None = None,
     ) -> None:
-        """`heads`: an attention worker's, whose cache has so many KV heads (the second) from the first on."""
+        """`heads`: for an attention worker, the first KV head of its cache and the number of heads from there on."""
         self.layout, self.blocks, self._heads = layout, blocks, heads
         self.open: dict[int, Holding] = {}
-        # A number of an earlier life of this worker, which somebody may still have, must name nothing of another's.
+        # Another worker may still know a number of an earlier incarnation, so numbers are not used again.
         self._number = int.from_bytes(incarnation.encode()) % FIRST_MAX
 
     def order_ids(self) -> list[str]:
@@ -57,7 +56,7 @@ class Holds:
         return list(dict.fromkeys(hold.request.order_id for hold in self.open.values() if not hold.over))
 
     def ask(self, ask_id: int, request: HoldRequest, out: HoldActions) -> None:
-        """Begin to load it, or refuse. What is here already is not loaded twice: the answer was lost."""
+        """Begin to load a hold, or refuse. A repeated request, whose answer was lost, gets the hold that is here."""
         for hold in self.open.values():
             if hold.request == request and not hold.over:
                 if hold.loading:

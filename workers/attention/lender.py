@@ -31,7 +31,7 @@ class Lender:
         return list(self._listener.addresses)
 
     def offer(self, hold: int, blocks: list[int], tokens: int, expected: int = 0) -> None:
-        """`tokens` of it are here; nobody is answered before so many as are `expected` are."""
+        """`tokens` tokens of the hold are here; no question is answered before `expected` are."""
         self._server.holds[hold] = HeldSegments(blocks, tokens, expected)
 
     def drop(self, hold: int) -> None:

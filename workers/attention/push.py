@@ -27,10 +27,10 @@ def push_tokens(
     kv_heads: slice = slice(None),
 ) -> int:
     """Sends the KV of `tokens` tokens, which begin `offset` tokens into the first of `blocks`, to be those of the hold
-    from its token `first_token` on; `kv_heads`: those that the hold's cache has. Returns the bytes of KV that were
-    sent, once all of it is there. The channel is this push's alone meanwhile.
+    from its token `first_token` on; `kv_heads`: the heads of the hold's cache. Returns the bytes of KV that were sent,
+    once all of them are there. No one else uses the channel meanwhile.
 
-    Raises PartRefused, ChannelLost, ValueError: so much is no one push.
+    Raises PartRefused, ChannelLost, ValueError: too many tokens for one push.
     """
     size = cache.block_tokens
     ends = [min(size, offset + tokens - at * size) for at in range(-(-(offset + tokens) // size))]

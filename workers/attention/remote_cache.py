@@ -29,7 +29,7 @@ from halfmoon.workers.model.loading.config import ModelConfig
 
 
 def head_shares(kv_heads: int, places: int) -> list[range]:
-    """The KV heads of each of so many places. Raises ValueError: they do not divide."""
+    """The KV heads of each of `places` places. Raises ValueError: they do not divide."""
     if places < 1 or kv_heads % places:
         raise ValueError(f"places: {kv_heads} KV heads do not divide by {places}")
     each = kv_heads // places
@@ -61,7 +61,7 @@ class RemoteCache(RemotePlaces, CacheElsewhere):
         self._failed = False
 
     def begin(self, parts: Sequence[Sequence[KvPart]], lengths: Sequence[int]) -> None:
-        """The batch of the next steps: where each row's KV is, and of how many tokens. Said again when the batch
+        """Set the batch of the next steps: the place and the tokens of each row's KV. Call it again when the batch
         changes, and after a step that failed; each step adds a token to every row by itself.
 
         Raises ValueError: some row has no place for a KV head's new tokens, or two.

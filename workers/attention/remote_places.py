@@ -1,8 +1,7 @@
-"""Those whom a batch of rows asks for attention, layer by layer: what is alike whether they hold some segments of a row
-or all of it.
+"""The places that a batch of rows asks for attention, layer by layer, whether they hold some segments of a row or all.
 
-A place has a list for each kind of what it is asked for (`SegmentServer`), said once and again when the batch changes.
-Its answers come in the order in which questions end.
+A place has one list for each kind of question (`SegmentServer`), sent once and again when the batch changes. Its
+answers come in the order in which questions end.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class StatesComing:
         dtype: torch.dtype,
         chunk_rows: int = 0,
     ) -> None:
-        """`segments`: of each its number in its sequence, and its row; with `chunk_rows` it has a state for so many
-        rows, which are all that there are.
+        """`segments`: each one's number in its sequence, and its row; with `chunk_rows` a segment has a state for each
+        of the `chunk_rows` rows of one chunk.
         """
         numbers, rows = (torch.tensor([one[at] for one in segments], dtype=torch.int64) for at in (0, 1))
         self._where = (numbers,) if chunk_rows else (numbers, rows)
@@ -145,7 +144,7 @@ class RemotePlaces:
         return found
 
     def _say(self, lists: list[PlaceList]) -> None:
-        """These are what is asked for from now on."""
+        """Send `lists`, which questions name from now on."""
         self._lists = lists
         for one in self._lists:
             self._number += 1
@@ -154,7 +153,7 @@ class RemotePlaces:
             one.channel.send(header, bytes_of(one.pairs))
 
     def ask(self, layer: int, q: Tensor) -> None:
-        """Sends the queries `[rows, heads, head_dim]` of one layer to those who hold something of their sequences."""
+        """Sends the queries `[rows, heads, head_dim]` of one layer to the holders of their sequences."""
         self._layer = layer
         for one in self._lists:
             torch.index_select(q.narrow(1, *one.heads), 0, one.rows, out=one.query)

@@ -1,4 +1,4 @@
-"""The end that decodes, or computes a prompt: asks those who hold segments of its sequences, layer by layer, while it
+"""The end that decodes, or computes a prompt: asks the holders of its sequences' segments, layer by layer, while it
 attends to its own.
 """
 
@@ -15,8 +15,8 @@ class RemoteSegments(RemotePlaces):
     """The parts of a batch that are elsewhere, as `ExactAttention` asks for them (`Elsewhere`)."""
 
     def begin(self, parts: Sequence[Sequence[KvPart]], *, chunk_rows: int = 0) -> None:
-        """The batch of the next steps: of each row what is elsewhere; or, with `chunk_rows`, the chunks of so many
-        tokens of one prompt, whose parts stand first. Said again only when it changes.
+        """Set the batch of the next steps: the parts of each row elsewhere; or, with `chunk_rows`, chunks of that many
+        tokens of one prompt, whose parts stand first. Call it again only when the batch changes.
         """
         if chunk_rows == 1:  # a token is attended to as in decode
             chunk_rows = 0

@@ -1,19 +1,19 @@
 """The end that holds segments: answers queries with the states over them. One thread owns it.
 
 A *hold* is a number under which consecutive whole segments of one sequence lie in this worker's cache
-(`HeldSegments`). The other end says once for which holds it will ask, and for which of its rows (SLOTS: pairs of row
-and hold, i32), then asks layer by layer (QUERY: its rows of q). The answer (PARTIAL) has the state of each segment, in
-the order of the pairs: `out` in the model's dtype, which is what the kernel computes, then the f32 log-sum-exp. Nothing
-is allocated for the other end beyond what its list needs. Where the query is a chunk of one sequence, the pairs name
-EVERY_ROW, and the answer has the states of all rows over each segment.
+(`HeldSegments`). The other end sends once the list of its rows and holds (SLOTS: pairs of row and hold, i32), then asks
+layer by layer (QUERY: its rows of q). The answer (PARTIAL) has the state of each segment, in the order of the pairs:
+`out` in the model's dtype, as the kernel computes it, then the f32 log-sum-exp. Memory is allocated for a list and for
+nothing else of the other end. Where the query is a chunk of one sequence, the pairs name EVERY_ROW, and the answer has
+the states of all rows over each segment.
 
-Where the holds have the whole past of sequences, a list says so (WHOLE): pairs of hold and tokens, one for each row.
-Then each layer's QUERY is followed by a KEY_VALUE, which has the one answer for both (`held_caches`). Where they have
-the last segments of sequences, and others the first ones (TAILS), it is the same, but the answer is PARTIAL. A channel
-has a list of each kind at most; questions name theirs by its number.
+Where the holds have the whole past of sequences, the list is a WHOLE: pairs of hold and tokens, one for each row. Then
+each layer's QUERY is followed by a KEY_VALUE, and one answer is for both (`held_caches`). Where they have the last
+segments of sequences, and others the first ones (TAILS), it is the same, but the answer is PARTIAL. A channel has a
+list of each kind at most; questions name theirs by its number.
 
-Holds grow: APPEND brings tokens (`held`), over a channel of its own. The last message of a push is answered, for all
-of it: DONE, or REFUSED for the first of its messages that was not taken. A hold is asked for once it is complete.
+Holds grow: APPEND brings tokens (`held`), over a channel of its own. The last message of a push is answered, for the
+whole push: DONE, or REFUSED for the first of its messages that was not taken. A hold is asked for once it is complete.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _List:
 
 @dataclass(slots=True)
 class _Peer:
-    """Per channel: its lists by kind, and what is being received."""
+    """A channel's lists by kind, and its payload that is being received."""
 
     lists: dict[int, _List] = field(default_factory=dict)
     #: Why a message of the push that is under way was not taken.
@@ -89,7 +89,7 @@ class _Peer:
 
 
 class SegmentServer:
-    """`run` serves whoever connects; `serve` is one message of one channel."""
+    """`run` serves every channel that connects; `serve` is one message of one channel."""
 
     def __init__(self, attention: Attention, cache: PagedCache, *, segment_tokens: int, heads: int) -> None:
         self.holds: dict[int, HeldSegments] = {}
@@ -110,7 +110,7 @@ class SegmentServer:
             self.holds.pop(number, None)
 
     def run(self, listener: ChannelListener, over: Callable[[], bool]) -> None:
-        """Until `over` says so, which is asked at least every WAIT_S."""
+        """Serve until `over` returns True; it is asked at least every WAIT_S."""
         selector, channels = ChannelSelector(), list[WorkerChannel]()
         selector.add(listener)
         try:
@@ -119,7 +119,7 @@ class SegmentServer:
                 if listener in found and (channel := listener.accept()) is not None:
                     channels.append(channel)
                     selector.add(channel)
-                # One message, then look again: what is begun goes out before another's query makes it wait.
+                # One message, then look again: a layer that is begun goes out before another's query makes it wait.
                 ready = [one for one in found if isinstance(one, WorkerChannel)]
                 if not ready:
                     continue
@@ -138,8 +138,8 @@ class SegmentServer:
             selector.close()
 
     def _turn(self, channel: WorkerChannel) -> tuple[bool, int]:
-        """The least is served first, of channels that have a message: one whose layer is begun, else who waited
-        longest.
+        """Rank among the channels that have a message, the least first: one whose layer is begun, then the one that
+        waited longest.
         """
         peer = self._peers.setdefault(channel, _Peer())
         begun = any(isinstance(one.slots, HeldCaches) and one.slots.begun for one in peer.lists.values())
@@ -204,7 +204,7 @@ class SegmentServer:
                 peer.receiving = torch.empty(header.payload_bytes, dtype=torch.uint8)
                 return bytes_of(peer.receiving)
             case Op.APPEND:
-                # Whatever it says: a push is refused where it ends. The channel bounds a message.
+                # Received whatever the header is: a push is refused where it ends. The channel bounds a message.
                 peer.receiving = torch.empty(header.payload_bytes, dtype=torch.uint8)
                 return bytes_of(peer.receiving)
             case Op.QUERY | Op.KEY_VALUE:
@@ -283,7 +283,7 @@ class SegmentServer:
         return None
 
     def _too_large(self, states: int, answer_bytes_max: int) -> str:
-        """Why so many states are no answer, or nothing."""
+        """The reason why the state count is wrong; "" if it is right."""
         size = states * self._heads * (self._head_dim * self._cache.dtype.itemsize + 4)
         return f"states of {size} bytes, and {answer_bytes_max} are taken" if size > answer_bytes_max else ""
 

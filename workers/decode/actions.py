@@ -1,7 +1,7 @@
 """Instructions of the decode machine to its shell, in the imperative. The shell decides nothing.
 
 At most one of RunStep, SwapOut and SwapIn is under way: they are the compute thread's. CopyLayers and ShareOutput
-are the copy thread's. `halfmoon.workers.decode.events` says which event ends which instruction.
+are the copy thread's. `halfmoon.workers.decode.events` pairs each instruction with the event that ends it.
 
 Both are msgspec's structs: a frozen dataclass takes several times as long to make, and each token makes some.
 """
@@ -81,7 +81,7 @@ class PushTokens(msgspec.Struct, frozen=True):
 
 
 class PushTail(msgspec.Struct, frozen=True):
-    """Send `tokens` tokens of `block` of the engine's cache, which are a prompt's last, to all that hold what is before
+    """Send the prompt's last `tokens` tokens, in `block` of the engine's cache, to the holders of the tokens before
     them (`parts`), to be those from the hold's token `first_token` on; TailPushed.
     """
 
@@ -136,7 +136,7 @@ class SwapIn(msgspec.Struct, frozen=True):
     held: object
 
 
-# --- to those who watch -------------------------------------------------------------------------------------
+# --- for traces and metrics ---------------------------------------------------------------------------------
 
 
 class Measure(msgspec.Struct, frozen=True):

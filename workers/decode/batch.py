@@ -84,9 +84,9 @@ class Batch:
         orders.running.append(sequence)
 
     def _join(self) -> None:
-        """Those whose KV is here join the batch, oldest first, once nobody is swapped out.
+        """Sequences whose KV is here join the batch, oldest first, once none is swapped out.
 
-        Or when nothing runs: then what is swapped out has no room because those who wait have it.
+        Or when nothing runs: then the swapped sequence has no room because waiting ones have it.
         """
         orders = self.orders
         if not orders.swapped:

@@ -1,5 +1,5 @@
-"""The parts of a batch that others hold, be it some segments of a sequence or all of it: channels to them, and who is
-asked for which row.
+"""The parts of a batch at other workers, be it some segments of a sequence or all: the channels to their places, and
+the rows that each place is asked for.
 
 Steps are of the compute thread; ends of prompts are pushed by the copy thread, over channels of their own.
 """
@@ -26,13 +26,13 @@ from halfmoon.workers.decode.sequence import DecodeSequence
 
 
 class _Group:
-    """Rows that are computed together. On each channel the other end keeps lists of what it will be asked for, which
-    are said again only when they change.
+    """Rows that are computed together. On each channel the other end keeps the lists of its rows, which are sent again
+    only when they change.
     """
 
     def __init__(self, channels: WorkerChannels, remote: RemoteSegments | RemoteCache) -> None:
         self.channels, self.remote = channels, remote
-        #: What was said last, to all of them; None: it is said anew.
+        #: The parts that were sent last, to all places; None: they are sent anew.
         self.parts: list[list[KvPart]] | None = None
 
     def begin(self, parts: list[list[KvPart]], lengths: list[int]) -> None:
@@ -119,7 +119,7 @@ class Borrower:
         return self._engine.decode(tokens, lengths, tables, remotes, groups=count)
 
     def _begin(self, number: int, rows: Sequence[DecodeSequence]) -> _Group | None:
-        """Says which rows are where, if the places do not know it from the last step. None: all of these rows are here.
+        """Sends each place its rows, if it does not know them from the last step. None: all of these rows are here.
         Raises as `_step`.
         """
         parts, lengths = [list(sequence.parts) for sequence in rows], [sequence.length for sequence in rows]

@@ -23,7 +23,7 @@ def _token_bytes(sequence: DecodeSequence) -> int:
 
 
 def deliveries_of(fresh: Iterable[tuple[DecodeSequence, int]], worker_id: str) -> list[Deliver]:
-    """Tokens of each sequence from the given index on. What is lost in a reconnect the frontend asks for again."""
+    """Tokens of each sequence from the given index on. The frontend asks again for tokens lost in a reconnect."""
     by_frontend: dict[str, list[tuple[Delivery, int]]] = {}
     for sequence, index in fresh:
         delivery = sequence.delivery(index, worker_id)
@@ -61,7 +61,8 @@ def keep_finished(finished: OrderedDict[str, DecodeSequence], sequence: DecodeSe
 def resend_reply(sequence: DecodeSequence | None, request: ResendRequest, worker_id: str) -> ResendReply:
     """Tokens that the frontend missed, from an index on; `sequence` None: the worker knows no such order."""
     if sequence is None or sequence.order.frontend_id != request.frontend_id:
-        return ResendReply(known=False)  # what is another frontend's is unknown to this one
+        # Another frontend's request: this one may not learn of it.
+        return ResendReply(known=False)
     index = request.index
     if len(sequence.output) <= index and not sequence.finish_reason:
         return ResendReply(known=True)

@@ -10,8 +10,8 @@ Every instruction of `halfmoon.workers.decode.actions` that takes time ends in e
     AskHold ─▶ PartHeld, PartNotHeld                               LoadHold ─▶ HoldLoaded
     PushTokens ─▶ TokensPushed     PushTail ─▶ TailPushed
 
-After each of StepEnded, StepFailed, SwappedOut and SwappedIn the shell says EngineIdled: the machine answers it with
-the next instruction for the compute thread, or with none until it says Wake.
+After each of StepEnded, StepFailed, SwappedOut and SwappedIn the shell gives EngineIdled: the machine answers it with
+the next instruction for the compute thread, or with none until its Wake.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class PartNotHeld(WorkerEvent, frozen=True, kw_only=True):
 class KvHeard(WorkerEvent, frozen=True, kw_only=True):
     """KV progress. The bus may repeat it, and it may come before its order.
 
-    `author_id`: who said it, by its credentials: a prefill worker, or the node of a store agent.
+    `author_id`: its author by credentials, a prefill worker or the node of a store agent.
     """
 
     author_id: str
@@ -113,7 +113,7 @@ class LayersCopied(WorkerEvent, frozen=True, kw_only=True):
 
 
 class TokensPushed(WorkerEvent, frozen=True, kw_only=True):
-    """PushTokens is done: the lender has said that it has them, in so many bytes; or why not (`problem`)."""
+    """PushTokens is done: the lender has confirmed the tokens, `moved_bytes` of KV; or not, because of `problem`."""
 
     moved_bytes: int = 0
     problem: str = ""

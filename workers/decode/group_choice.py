@@ -28,7 +28,9 @@ class GroupChoice:
         self._count = given or GROUPS
 
     def groups(self, batch: Sequence[DecodeSequence]) -> int:
-        """For the batch's next step. It changes only with the batch: places are told anew who is in which group."""
+        """The number of groups of the batch's next step. It changes only with the batch, since then each place gets the
+        lists of its rows anew.
+        """
         if self._given or not self._profile.attention_token_ps:
             return self._count
         members = [sequence.order_id for sequence in batch]

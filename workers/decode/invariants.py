@@ -1,4 +1,4 @@
-"""Invariants of the decode machine. A violation is a fault of ours, and says with which values."""
+"""Invariants of the decode machine. A violation is a fault of ours; its assertion has the values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(orders: Orders, batch_max: int) -> None:
 
 
 def _check_stages(orders: Orders) -> None:
-    """Every open order is in exactly one place, and says so."""
+    """Every open order is in exactly one place, the one of its `stage`."""
     known = orders.open
     places = [*orders.waiting.values(), *orders.running, *orders.swapped]
     if orders.moving_in is not None and orders.moving_in.stage is not Stage.ENDED:
@@ -80,7 +80,7 @@ def _busy(orders: Orders) -> list[DecodeSequence]:
 
 
 def _holders(orders: Orders) -> dict[DecodeSequence, None]:
-    """Who may have blocks, each once: what is open, and what ended while a thread works on its blocks."""
+    """Sequences that may have blocks, each once: the open ones, and those that ended while a thread works on them."""
     return dict.fromkeys([*orders.open.values(), *_busy(orders)])
 
 

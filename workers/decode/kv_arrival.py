@@ -45,7 +45,7 @@ class KvArrival:
         return len(self.started) - self.started.count(0) + len(fresh) == len(self.started)
 
     def note(self, message: TransferOpened | KvReady) -> None:
-        """The message says what is readable. It may come again at any time: the bus repeats what may be lost."""
+        """Note the layers that the message makes readable. It may come again at any time: the bus repeats messages."""
         match message:
             case TransferOpened():
                 if self.opened:

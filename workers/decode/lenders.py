@@ -1,4 +1,4 @@
-"""Who lends to this worker's sequences, or has their cache, and is asked to hold parts of them. Pure.
+"""The workers that are asked to hold parts of this worker's sequences, or all of their KV. Pure.
 
 Source: Infinite-LLM (arXiv 2401.02669), section 4: a debtor's side of a loan.
 """
@@ -19,7 +19,7 @@ LENDER_PAUSE_NS = SECOND_NS // 10
 
 
 class Lenders:
-    """See the module. Methods append what is to be done to `out`."""
+    """See the module. Methods append their actions to `out`."""
 
     def __init__(self, worker_id: str, node_id: str, block_tokens: int) -> None:
         self.worker_id, self.node_id, self.block_tokens = worker_id, node_id, block_tokens
@@ -87,7 +87,7 @@ class Lenders:
 
 
 def _awaited(sequence: DecodeSequence, worker_id: str) -> KvPart | None:
-    """The part of an open order that the lender was asked for, and has not said that it holds."""
+    """The part of an open order that the lender was asked for, and has not confirmed."""
     waits = (part for part in sequence.parts if part.worker_id == worker_id and not part.hold)
     return next(waits, None) if sequence.asked_ns else None
 

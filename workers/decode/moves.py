@@ -2,7 +2,7 @@
 
 A move asks for empty room (a HoldRequest with no sources), sends some tokens with each decode step, and when all of
 them are there the sequence goes on without those blocks: between two steps. Until then nothing of it has changed, and
-whatever goes wrong leaves it so; the lender is told by the conductor.
+any failure leaves it so; the conductor has the lender drop the tokens (EndMove).
 
 Source: Infinite-LLM (arXiv 2401.02669), section 5.3: `try_move_kvcache`, and migration behind inference.
 """
@@ -99,13 +99,13 @@ class Moves:
             move.hold = hold
 
     def not_held(self, order_id: str, plan_id: str, reason: str, out: list[Action]) -> None:
-        """It has none."""
+        """The lender has no room for the move."""
         move = self.open.get(order_id)
         if move is not None and move.order.plan_id == plan_id:
             self.give_up(order_id, f"lender {move.order.lender_id}: {reason}", out)
 
     def send_some(self, out: list[Action]) -> None:
-        """A step begins: so many tokens go with it."""
+        """A step begins: at most `tokens_per_step` tokens of one move are pushed beside it."""
         if self.push is not None:
             return
         size = self.layout.block_tokens
@@ -142,7 +142,7 @@ class Moves:
         return push.orphaned
 
     def finish_some(self, out: list[Action]) -> bool:
-        """No step is under way: what is all there is elsewhere from now on. True when blocks are free again."""
+        """No step is under way: complete moves take effect. True when blocks are free again."""
         done = [move for move in self.open.values() if move.tokens == move.blocks * self.layout.block_tokens]
         for move in done:
             order, sequence = move.order, move.sequence
@@ -177,11 +177,11 @@ class Moves:
             self._refuse(move.order, reason, out)
 
     def forget(self, order_id: str) -> None:
-        """The order is over, which says enough."""
+        """The order is over: its move ends without a report, because the conductor knows."""
         self.open.pop(order_id, None)
 
     def unread(self, sequence: DecodeSequence) -> list[int]:
-        """Those of its blocks that may be used by others at once, when it gives up all: a push keeps what it reads."""
+        """Blocks of the sequence that others may use at once when it gives up all: a push keeps those that it reads."""
         push = self.push
         if push is None or push.move.sequence is not sequence or push.orphaned:
             return sequence.own_blocks

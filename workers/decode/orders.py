@@ -258,7 +258,7 @@ class Orders:
     # --- its KV ---------------------------------------------------------------------------------------------
 
     def _load(self, sequence: DecodeSequence) -> None:
-        """Start copying what is readable and not yet copied, unless the cache has no room for the prompt."""
+        """Start copying the readable layers that are not copied yet, unless the cache has no room for the prompt."""
         kv = sequence.kv
         if not kv.readable:
             return

@@ -82,7 +82,7 @@ class DecodeSequence:
         self.tokens: list[SampledToken] = []
         self.finish_reason = ""
         self.slo_checked = False
-        #: When the first token was heard of, and when nothing was missing any more (that by the wall clock too).
+        #: Time when the first token came, and when nothing was missing any more (that by the wall clock too).
         self.result_ns = self.ready_ns = self.ready_wall_ns = 0
         self.started_ns = 0
         self.last_token_ns = 0
@@ -195,7 +195,7 @@ class DecodeSequence:
         )
 
     def delivery(self, first: int, decode_worker: str, *, count: int | None = None) -> Delivery:
-        """Output tokens from index `first` on, at most `count`; how it ended is told with the last."""
+        """Output tokens from index `first` on, at most `count`; the last one has the finish reason with it."""
         tokens = self.tokens[first:] if count is None else self.tokens[first : first + count]
         finish_reason = self.finish_reason if first + len(tokens) >= len(self.tokens) else ""
         return Delivery(

@@ -11,7 +11,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.workers.decode.sequence import DecodeSequence
 
 _WEIGHT = 0.1
-#: Steps that are looked at, and from how many on something is told.
+#: The newest steps that a place is judged by, and the least number for a report.
 WINDOW, LEAST = 16, 8
 #: A place is not slow for what the clock of a busy machine does to short steps.
 EXPECTED_NS_MIN = 2_000_000
@@ -51,27 +51,27 @@ class StepTimes:
 
 
 class PlaceTimes:
-    """How long steps wait for those who attend to parts of their sequences, beside what that was measured to take.
-    `observe` each step; `take` what is to be told since the last heartbeat. Nothing without measured parts.
+    """Waits of steps for the places that attend to parts of their sequences, beside the measured time of such parts.
+    `observe` each step; `take` the report of a heartbeat. Nothing without measured parts.
 
-    A place is judged by several steps, so that one that came at a bad moment counts for nothing: what is told is the
-    step in the middle of the newest ones. The conductor decides what is too slow.
+    A place is judged by the median of its newest steps, so that one step at a bad moment counts for nothing. The
+    conductor decides which place is too slow.
     """
 
     def __init__(self, layout: Layout, profile: CostProfile) -> None:
         self._layout, self._profile = layout, profile
         self._measured = profile.attention_token_ps > 0 and profile.channel_trip_ns > 0
-        #: By place: how long a step waited, and was expected to.
+        #: Place → (ns that a step waited, ns that it was expected to wait).
         self._steps: dict[str, deque[tuple[int, int]]] = {}
         self._asked: dict[str, bool] = {}
 
     def observe(self, batch: Iterable[DecodeSequence], waits_ns: Mapping[str, int]) -> None:
-        """A step of `batch` waited so long for each place."""
+        """A step of `batch` waited `waits_ns` for each place."""
         if not self._measured or not waits_ns:
             self._steps = {}
             return
         expected = self._expected_ns(batch)
-        # Who is not asked any more is judged anew when it is.
+        # A place that is no longer asked is judged anew when it is asked again.
         self._steps = {place: self._steps.get(place, deque(maxlen=WINDOW)) for place in expected}
         for place, expected_ns in expected.items():
             self._steps[place].append((waits_ns.get(place, 0), expected_ns))

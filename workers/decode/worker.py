@@ -1,4 +1,4 @@
-"""The shell of the decode machine: feeds it what happens, and does what it says. Nothing is decided here.
+"""The shell of the decode machine: feeds it events and obeys its actions. Nothing is decided here.
 
 Orders and KV progress come from the bus. The compute thread steps the batch and swaps sequences out and in; the copy
 thread moves KV between the node's pool and the engine's cache meanwhile.

@@ -1,9 +1,9 @@
-"""Stimuli of the mixed machine. Those of a prefill's preparation and a decode's are theirs; here is what is its own.
+"""Stimuli of the mixed machine, beside those of a prefill's preparation and of a decode.
 
     Wake ─▶ EngineIdled            RunIteration ─▶ IterationMade
 
-After IterationMade the shell says EngineIdled: the machine answers it with the next iteration, or with none until it
-says Wake.
+After IterationMade the shell gives EngineIdled: the machine answers it with the next iteration, or with none until its
+Wake.
 """
 
 from __future__ import annotations

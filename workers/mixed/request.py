@@ -24,7 +24,7 @@ class MixedRequest:
         self.formed = False
         #: Its prompt is computed, and its first token was drawn.
         self.answered = False
-        #: Output tokens that follow from what is in the cache: fewer than there are where its KV is computed anew.
+        #: Output tokens that follow from the KV in the cache: fewer than all of them where the KV is computed anew.
         self.drawn = 0
         #: Blocks of the prompt that were copied to the node's pool.
         self.stored: set[int] = set()

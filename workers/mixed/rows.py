@@ -1,4 +1,4 @@
-"""From what the batch former says to what the compute thread is told: tokens, blocks, slots. Pure."""
+"""Rows of an iteration, from the batch former's names to the compute thread's tokens, blocks and slots. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The mixed worker: prompts and answers in one loop, over one cache.
 
-The shell of `MixedState`: it feeds it what happens, and does what it says. Nothing is decided here.
+The shell of `MixedState`: it feeds the machine events and obeys its actions. Nothing is decided here.
 
 Source: Sarathi-Serve (OSDI'24), section 4.
 """
