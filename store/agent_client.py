@@ -1,9 +1,9 @@
 """A worker's connection to the store agent of its node.
 
-Pushes are gathered while the event loop is busy, and their answers are not waited for, so that the thirty
-layers of a chunk cost the worker next to nothing; `close_push` says how many there were, so that a lost one
-is found. Everything else is waited for, and watched: when the agent dies in the middle (its lock on the
-segment goes), the call ends within half a second with AgentUnreachable.
+Pushes are gathered while the event loop is busy, and their answers are not waited for, so that the thirty layers of a
+chunk cost the worker next to nothing; `close_push` sends their number, so that a lost one is found. Everything else is
+waited for, and watched: when the agent dies in the middle (its lock on the segment goes), the call ends within half a
+second with AgentUnreachable.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AgentClient:
         self._pushes: Counter[str] = Counter()
         #: Open orders, and when something was last done for each.
         self._orders: dict[str, float] = {}
-        #: What the agent said of the slots of each open order.
+        #: The agent's answer for each open order: its slots.
         self._opened: dict[str, messages.PutOpened] = {}
         self._sending: set[asyncio.Task[None]] = set()
         self._gathering = False
@@ -78,7 +78,7 @@ class AgentClient:
 
     @property
     def layout(self) -> Layout:
-        """That of the node's blocks, as its agent told it last."""
+        """The layout of the node's blocks, by its agent's newest answer."""
         assert self._attached is not None, "attach first"
         return self._attached.layout
 
@@ -165,8 +165,8 @@ class AgentClient:
         block_bytes: int = 0,
         token_ids: bytes = b"",
     ) -> messages.PutOpened:
-        """Leases what is here, reserves slots for the rest. `head_keys`: of the chain before, when it is not
-        whole. `token_ids`, packed, of the blocks with keys and perhaps more: told only where the agent wants them.
+        """Leases the blocks that are here, reserves slots for the rest. `head_keys`: of the chain before, when it is
+        not whole. `token_ids`, packed, of the blocks with keys and perhaps more: sent only where the agent wants them.
 
         Raises StoreFull (QuotaExceeded), WrongTenant, WrongSize, AgentUnreachable;
         NotAttached after a restart while older orders are still open.
@@ -252,7 +252,7 @@ class AgentClient:
     async def open_push(
         self, order_id: str, request_id: str, *, target_node_id: str, decode_worker_id: str
     ) -> None:
-        """Room for the order's blocks at the target; the decode worker is told. Raises StoreFull,
+        """Reserves room for the order's blocks at the target, and notifies the decode worker. Raises StoreFull,
         HolderUnreachable, LayoutMismatch, OrderUnknown (also: the decode side released the order already)."""
         request = messages.OpenPush(
             order_id=order_id,

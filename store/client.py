@@ -63,8 +63,8 @@ class Held:
 
     Use it as `async with await client.get(key) as held`. The client renews the lease for as long as it is held. That
     needs a process that runs: one that stood still for longer than a lease (60 s by default) may find another block's
-    bytes in the array. `check` says so, and so does the end of the `async with`; make use of nothing that was read
-    before one of them has passed.
+    bytes in the array. `check` raises then, and so does the end of the `async with`; use nothing that was read before
+    one of them has passed.
     """
 
     def __init__(self, client: StoreClient, order_id: str, view: PoolView, slot: int, epoch: int) -> None:
@@ -98,7 +98,7 @@ class Held:
         try:
             await self.release()
         except LeaseLost:
-            # It says more than what somebody thought of another block's bytes, but a cancellation stays one.
+            # The lost lease explains an error that another block's bytes caused; a cancellation stays one.
             if kind is None or issubclass(kind, Exception):
                 raise
 
@@ -154,8 +154,8 @@ class StoreClient:
         await self._door.attach()
 
     async def close(self) -> None:
-        """Gives back what is held. The array of a `Held` stays readable, but another block may take its place; its
-        `check` says so.
+        """Gives back all held blocks. The array of a `Held` stays readable, but another block may take its place; its
+        `check` raises then.
         """
         for order_id in list(self._held):
             await self.let_go(order_id)
@@ -176,7 +176,7 @@ class StoreClient:
 
     @property
     def layout(self) -> Layout:
-        """That of the node's blocks, as its agent told it."""
+        """The layout of the node's blocks, by its agent's answer."""
         return self._door.layout
 
     # --- one block ------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class StoreClient:
         _raise((await self.batch_put({key: value}))[0])
 
     async def get(self, key: bytes) -> Held:
-        """The block in place, without a copy; give it back. Raises as the module says."""
+        """The block in place, without a copy; give it back. Raises the errors that the module names."""
         found = await self._find([key], 0)
         if found.problems:
             await self._give_back(found)
@@ -200,7 +200,7 @@ class StoreClient:
         return Held(self, place.order_id, self._door.view, place.slot, place.epoch)
 
     async def get_into(self, key: bytes, into: Any, *, verify: bool = False) -> None:
-        """Copies the block into a writable buffer of `block_bytes`. Raises as the module says; WrongSize."""
+        """Copies the block into a writable buffer of `block_bytes`. Raises WrongSize and the errors of the module."""
         _raise((await self.batch_get_into([key], [into], verify=verify))[0])
 
     async def exists(self, key: bytes) -> bool:
@@ -429,8 +429,7 @@ def _joined(keys: Sequence[bytes]) -> bytes:
 
 
 def _bytes_of(buffer: Any, *, writable: bool = False) -> Array:
-    """u8 `[bytes]` that shows the buffer's own memory. Raises TypeError, WrongSize for what is not
-    contiguous.
+    """u8 `[bytes]` that shows the buffer's own memory. Raises TypeError; WrongSize for a buffer that is not contiguous.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):

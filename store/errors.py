@@ -24,7 +24,7 @@
 
 A miss, a failed transfer and an unreachable holder are three different answers: on a miss the index is stale,
 on a failed transfer another try may do, on an unreachable holder every block of that node is out of reach.
-`code` is what travels in a `ProcessError`; :func:`from_code` turns it back.
+`code` travels in a `ProcessError`; :func:`from_code` turns it back.
 """
 
 from __future__ import annotations

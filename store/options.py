@@ -38,7 +38,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = False
     #: KV events name every block and have no authentication: both addresses are on loopback or are no sockets of a
-    #: network, unless this says that whoever reaches them may read them.
+    #: network, unless this option opens them to everybody on the network.
     kv_events_public: Annotated[
         bool, option("let KV events, which ask for no key, be read from other hosts")
     ] = False

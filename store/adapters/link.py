@@ -30,7 +30,7 @@ from halfmoon.store.client import StoreClient
 from halfmoon.store.errors import StoreError
 
 REST_S = 1.0
-#: One exchange with the store carries so many bytes at most.
+#: Most bytes of one exchange with the store.
 BATCH_BYTES = 64 << 20
 #: What an exchange with the store may fail with.
 FAILURES = (StoreError, BusError, NatsError, TimeoutError)
@@ -52,11 +52,11 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     peers: tuple[Id, ...] = ()
     #: Blocks of other weights are never read: change it whenever the weights change.
     weight_version: str = ""
-    #: A lookup that is not answered for so long is a miss.
+    #: A lookup that is not answered within this time is a miss.
     lookup_s: float = 0.5
     #: A copy fails when it takes longer, its wait for others counted in.
     transfer_s: float = 10.0
-    #: So long the engine's start waits for the store; without it the engine starts all the same.
+    #: Time that the engine's start waits for the store; without it the engine starts all the same.
     connect_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class StoreLink:
         return counts
 
     def close(self) -> None:
-        """Ends what is under way. Idempotent."""
+        """Ends calls that are under way. Idempotent."""
         if self.loop is not None and self.alive:
             self.loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()

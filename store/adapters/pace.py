@@ -4,9 +4,8 @@ Rules:
 
 - A load is late once it takes longer than computing its blocks would; the store is slow while one that is late is under
   way, or while the last `LOADS` together were late.
-- While it is slow, requests are told that the store has nothing; each `AGAIN_S` one of them tries it. One load in time
-  ends this.
-- What a request was told holds until it ends.
+- While it is slow, every lookup is a miss; each `AGAIN_S` one request tries the store. One load in time ends this.
+- An answer to a request holds until the request ends.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Pace:
         self._under_way[job_id] = (blocks, now_s)
 
     def ended(self, job_id: int, moved: int, now_s: float) -> None:
-        """A load has ended, and so many of its blocks came."""
+        """A load has ended, and `moved` of its blocks came."""
         _, since_s = self._under_way.pop(job_id)
         took_s = now_s - since_s
         if took_s <= moved * self._block_compute_s:

@@ -42,7 +42,7 @@ class PageStore:
         self._link.start()
 
     def close(self) -> None:
-        """Ends what is under way. Idempotent."""
+        """Ends calls that are under way. Idempotent."""
         self._link.close()
 
     def held(self, keys: Sequence[bytes]) -> int:

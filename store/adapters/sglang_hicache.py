@@ -1,10 +1,9 @@
 """HalfmoonStorage: halfmoon's store as storage of SGLang's hierarchical cache (`--hicache-storage-backend dynamic`).
 
-SGLang's scheduler calls it from its prefetch and backup threads, with pages of its host memory. docs/sglang.md says how
-it is configured.
+SGLang's scheduler calls it from its prefetch and backup threads, with pages of its host memory. docs/sglang.md has its
+configuration.
 
-Source: the interface, `HiCacheStorage`, is SGLang's (0.5.23); `make test-sglang` says by name what another release has
-changed.
+Source: the interface, `HiCacheStorage`, is SGLang's (0.5.23); `make test-sglang` names each change of another release.
 """
 
 from __future__ import annotations
@@ -157,7 +156,7 @@ class HalfmoonStorage(HiCacheStorage):  # type: ignore[misc]
         return all(self._pages.store(_raw(keys), pages))
 
     def close(self) -> None:
-        """Ends what is under way. Idempotent."""
+        """Ends calls that are under way. Idempotent."""
         if self._pages is not None:
             self._pages.close()
             self._pages = None

@@ -28,7 +28,7 @@ from halfmoon.store.adapters.verdicts import Verdicts
 from halfmoon.store.errors import AgentUnreachable, BlockMissing
 
 Rows = npt.NDArray[np.uint8]
-#: One lookup carries so many keys at most.
+#: Most keys of one lookup.
 LOOKUP_KEYS_MAX = 4096
 #: Jobs of one direction that are copied at a time.
 JOBS_AT_ONCE = 2
@@ -159,7 +159,7 @@ class StoreTier:
         return self._link.counts() + Counter(lookups_late=late, requests_slow=slow)
 
     def close(self) -> None:
-        """Ends what is under way and lets go of the engine's memory. Idempotent."""
+        """Ends calls that are under way and lets go of the engine's memory. Idempotent."""
         self._link.close()
         self._rows = None
 

@@ -3,9 +3,9 @@
 Rules:
 
 - A key is asked of the store once, while any request wants to know it. Its verdict holds until the last of them ends.
-- A verdict comes within `patience_ns`: what the store has not answered by then is missing, so that no request waits for
-  a store that is slow or gone.
-- A load that failed makes its keys missing. Otherwise a request would be told of them, and fail to load them, for ever.
+- A verdict comes within `patience_ns`: a key that the store has not answered by then is missing, so that no request
+  waits for a store that is slow or gone.
+- A load that failed makes its keys missing. Otherwise a request would find them and fail to load them, for ever.
 """
 
 from __future__ import annotations

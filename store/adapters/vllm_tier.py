@@ -1,10 +1,10 @@
 """HalfmoonTier: halfmoon's store as a secondary tier of vLLM's KV offloading. vLLM imports this module by its path.
 
 It runs in the process of vLLM's scheduler. vLLM moves KV between the device and rows of host memory (its primary tier);
-the tier moves those rows between host memory and the store, whole, as bytes. docs/vllm.md says how it is configured.
+the tier moves those rows between host memory and the store, whole, as bytes. docs/vllm.md has its configuration.
 
 Source: the interface, `SecondaryTierManager`, is vLLM's (0.32), which calls it experimental; `make test-vllm-tier`
-says by name what another release has changed.
+names each change of another release.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Announcer:
         self._beating: asyncio.Task[None] | None = None
         self._suspected_ns: dict[str, int] = {}
         self._overloaded = False
-        #: Told of the same changes.
+        #: Called with the same changes.
         self.listeners: list[Callable[[list[Change]], None]] = []
 
     def start(
@@ -79,7 +79,7 @@ class Announcer:
         self._beating = asyncio.create_task(self._beat())
 
     async def leave(self, reason: str) -> None:
-        """Tells what is still to be told, and that this store is gone."""
+        """Announces the remaining changes, and that this store is gone."""
         if self._beating is not None:
             self._beating.cancel()
             with contextlib.suppress(asyncio.CancelledError):

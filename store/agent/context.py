@@ -134,7 +134,7 @@ class AgentContext:
     def peer_failed(self, node_id: str, problem: StoreError) -> None:
         """A peer could not be read or written: counted, suspected, and asked for its hello again next time."""
         self.counters[f"failed_{problem.code}"] += 1
-        # A refusal or a miss says that the peer lives.
+        # A peer that refuses, or misses a block, is alive.
         if isinstance(problem, HolderUnreachable | TransferTimeout | BytesCorrupted):
             self.announcer.suspect(node_id, f"{problem.code}: {problem}")
         if isinstance(problem, TransferError):

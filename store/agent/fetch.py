@@ -1,10 +1,10 @@
-"""Reads an order's blocks from another node into its reserved slots, layer-major, telling of layers as they
-become readable.
+"""Reads an order's blocks from another node into its reserved slots, layer-major, and announces layers as they become
+readable.
 
-Layer-major, because the worker can compute over layer 0 while layer 1 is under way; in groups of layers of a
-few MiB, two under way at once, so that the link is not idle between them. A layer is told of only within half of the
-time for which its block is leased at the source. A block counts as fetched only when its checksum is that of the
-source: who computes over layers before that must throw away what it computed when the fetch fails (`_Retracted`).
+Layer-major, because the worker can compute over layer 0 while layer 1 is under way; in groups of layers of a few MiB,
+two under way at once, so that the link is not idle between them. A layer is announced only within half of the time for
+which its block is leased at the source. A block counts as fetched only when its checksum is that of the source: a
+worker that computes over layers before that must throw away the result when the fetch fails (`_Retracted`).
 
 Source: Mooncake (FAST'25), section 5.2 (layer-wise loading); Mooncake's transfer engine.
 """
@@ -55,7 +55,7 @@ class Source:
 
 
 class _Retracted(BytesCorrupted):
-    """Layers were told of, and are not what was committed. A replica's bytes would not reach who has read them."""
+    """Announced layers differ from the committed ones. A replica is of no help: the worker has read them already."""
 
 
 class _Slow(Exception):

@@ -1,14 +1,14 @@
-"""Publishes what this node holds in vLLM's wire form, for routers of other systems. Off unless an address is given.
+"""Publishes this node's blocks in vLLM's wire form, for routers of other systems. Off unless an address is given.
 
 PUB: multipart `[topic, seq as 8 bytes big-endian, payload]`; the payload is msgpack, an array `[ts, events,
 data_parallel_rank]` of tagged maps. ROUTER (if given an address): `[id, "", seq]` is answered with `[id, "",
 topic, seq, payload]` for each batch from there on that is still kept, and an end marker whose sequence number
 is -1. A new agent begins with `AllBlocksCleared` and sequence number 0.
 
-A block's hash is its 16-byte key. Tokens and parents are told only where `tokens` says so, because they are text. Then
-a router can find its own prompts among them, and only blocks of known tokens are told of: a hash without its tokens
-would be of no use to it. A worker tells the tokens when it puts blocks, and the agent keeps them as long as it has
-the blocks.
+A block's hash is its 16-byte key. Tokens and parents are published only with the option `tokens`, because they are
+text. Then a router can find its own prompts among them, and only blocks of known tokens are published: a hash without
+its tokens would be of no use to it. A worker sends the tokens when it puts blocks, and the agent keeps them as long as
+it has the blocks.
 
 Source: vLLM's `distributed/kv_events.py`, for the form.
 """
@@ -31,7 +31,7 @@ from halfmoon.schemas.keys import split_keys, unpack_tokens
 from halfmoon.store.errors import TransferError
 from halfmoon.store.pool.slots import Change
 
-#: Batches that can be asked for again, and their bytes: what is larger is forgotten from the oldest on.
+#: Batches that can be asked for again, and their bytes: beyond either the oldest batches are forgotten.
 KEPT = 10_000
 KEPT_BYTES_MAX = 64 << 20
 UNSENT_MAX = 100_000
@@ -61,7 +61,7 @@ class Origin(NamedTuple):
 
 @dataclass(slots=True)
 class _Told:
-    """A block that was told of, and the media on which it is."""
+    """A published block, and the media on which it is."""
 
     origin: Origin
     media: set[str] = field(default_factory=set)
@@ -104,7 +104,7 @@ class KvEvents:
     """
 
     def __init__(self, options: KvEventsOptions, *, block_tokens: int, slots: int) -> None:
-        """`slots`: of the pool, so many blocks may wait to be committed."""
+        """`slots`: the pool's; this many blocks may wait to be committed."""
         self._options = options
         self._topic = options.topic.encode()
         self._block_tokens = block_tokens
@@ -158,7 +158,7 @@ class KvEvents:
     def learn(self, block_keys: bytes, token_ids: bytes, *, head_keys: bytes = b"") -> None:
         """The tokens, packed, of whole blocks that are about to be put; `head_keys`: of the chain before them.
 
-        Raises ValueError when they are not so many.
+        Raises ValueError when keys and tokens do not match in number.
         """
         if not self.wants_tokens or not token_ids:
             return
@@ -211,7 +211,7 @@ class KvEvents:
             self._send(events)
 
     def _stored(self, key: bytes, medium: str) -> Origin | None:
-        """None: its tokens are not known, and it is not told of."""
+        """None: its tokens are not known, and it is not published."""
         told = self._told.get(key)
         if told is None:
             origin = self._expected.pop(key, None)
@@ -222,7 +222,7 @@ class KvEvents:
         return told.origin
 
     def _removed(self, key: bytes, medium: str) -> Origin | None:
-        """None: it was not told of."""
+        """None: it was not published."""
         told = self._told.get(key)
         if told is None or medium not in told.media:
             return None

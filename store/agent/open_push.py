@@ -45,7 +45,7 @@ def _require_whole(reserved: Reserved, blocks: int, node_id: str) -> None:
 
 
 async def _reserve(context: AgentContext, hold: Hold, request: OpenPush) -> PushTarget:
-    """Room for the blocks at the target. When this ends otherwise, cancelled too, the target is told to drop it."""
+    """Reserve room for the blocks at the target. A failure or a cancellation has the target drop the reservation."""
     node_id = context.config.node_id
     keys = [key for key in hold.keys if key]
     reserve = ReserveBlocks(

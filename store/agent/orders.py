@@ -50,7 +50,7 @@ class OrderTasks:
         task = asyncio.create_task(work)
         self._by_owner.setdefault(owner, _OwnerTasks()).tasks.add(task)
         try:
-            # Shielded, so that a cancelled caller and an ended order can be told apart below.
+            # Shielded, so that a cancelled caller and an ended order can be distinguished below.
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():

@@ -1,7 +1,7 @@
 """The other agents: their identities, the ways to their memory, and requests to them.
 
 Everything is learnt by `hello`, on first need, and learnt again when a peer answers under another incarnation.
-What the bus says of a peer becomes an error of the store here.
+The bus's errors about a peer become errors of the store here.
 """
 
 from __future__ import annotations

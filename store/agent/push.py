@@ -145,7 +145,7 @@ class Push:
         return Pushed(bytes=self._bytes, elapsed_ns=self._elapsed_ns)
 
     def fail(self, problem: StoreError) -> None:
-        """No more will come: the decode worker is told and the target's reservation is dropped. Idempotent."""
+        """The push has failed: notify the decode worker and drop the target's reservation. Idempotent."""
         if self.failure is None and not self.finished:
             self.failure = problem
             self._queue.clear()
@@ -260,4 +260,5 @@ class Push:
                 self.fail(problem)
                 return
             except StoreError:
-                continue  # the deadline of the writer stands; moving will say what is wrong
+                # The writer's deadline stands, and the next move fails with the reason.
+                continue

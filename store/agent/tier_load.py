@@ -1,6 +1,5 @@
-"""Loads blocks from a tier: into the slots of an order of this node (the conductor told its worker to load
-them), or into the pool for a reader from elsewhere. Loading is never started by a guess: the conductor has found
-that it pays.
+"""Loads blocks from a tier: into the slots of an order of this node (by the conductor's order to its worker), or into
+the pool for a reader from elsewhere. Loading is never started by a guess: the conductor has found that it pays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """TLS between workers that know one secret: both show the same certificate, whose key is drawn from that secret.
 
-So who completes the handshake knows the secret, on both sides, and session keys are fresh for each connection (TLS
-1.3). No authority, no file, no clock: nothing to hand out but the secret, and no date on which it ends.
+So both ends of a completed handshake know the secret, and session keys are fresh for each connection (TLS 1.3). No
+authority, no file, no clock: nothing to hand out but the secret, and no date on which it ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def tls_context(secret: str, server: bool) -> ssl.SSLContext:
     """Takes peers that know `secret`, and no others; TLS 1.3 alone."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # The certificate, not a name, says who the other end is.
+    # The certificate identifies the other end, not a host name.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if server:

@@ -10,11 +10,11 @@ Rules of every implementation (`tests/store/test_channels.py`).
 - Messages arrive once and in order, or the channel is lost: a gap, a repetition or anything that is no message of
   this protocol is ProtocolBroken.
 - Buffers are sent from where they lie, and received into the memory that `into` names.
-- An end sends `window` messages ahead of the other's receiving, no more. While it waits for room it takes in what
-  comes, so that two ends that send at the same time do not wait for each other. Where both have sent all that they
-  may, `send` raises ChannelFull and has sent nothing.
-- No wait is without end: who does not answer in time is lost (ChannelLost), also in the middle of a message. A lost
-  channel stays lost, and says why again; its descriptor goes with `close`.
+- An end sends `window` messages ahead of the other's receiving, no more. While it waits for room it takes in arriving
+  messages, so that two ends that send at the same time do not wait for each other. Where both have used up their
+  windows, `send` raises ChannelFull and has sent nothing.
+- Every wait has an end: an end that does not answer in time is lost (ChannelLost), also in the middle of a message. A
+  lost channel stays lost, with the same reason; its descriptor goes with `close`.
 - One thread may send while another receives.
 """
 
@@ -53,7 +53,7 @@ class WorkerChannel:
         #: Messages sent; those of data; those of them that the other end has taken, and up to which it may not send.
         self._sequence = self._data = self._taken = 0
         self._window = 0
-        #: As much of `consumed` as the other end knows, and how much more it must be told of.
+        #: The count of `consumed` that the other end knows, and the difference at which it gets the new count.
         self._told = 0
         self._owed_max = (hello.window + 1) // 2
         self._awaiting, self._credit = False, threading.Event()
@@ -86,7 +86,7 @@ class WorkerChannel:
         return self._stream.fileno()
 
     def ready(self) -> bool:
-        """`receive_ready` has something to do, whatever the descriptor says."""
+        """`receive_ready` has something to do, even where the descriptor is not readable."""
         return self._lost is not None or self._owes() or self._inbox.ready()
 
     def restless(self) -> bool:
@@ -128,7 +128,8 @@ class WorkerChannel:
                 header = self._inbox.take(into, until_s)
         except ConnectionBroken as problem:
             raise self._broke(problem) from None
-        except BaseException:  # of `into`: who asks again must not get half of a message
+        except BaseException:
+            # Raised by `into`: the next call must not get the second half of a message.
             self._lose("receiving was interrupted")
             raise
         finally:
@@ -138,7 +139,7 @@ class WorkerChannel:
         return header
 
     def _credited(self, taken: int) -> bool:
-        """The other end has taken so many of our messages of data."""
+        """The other end has taken `taken` of our messages of data. False: that is impossible."""
         if not self._taken <= taken <= self._data:
             return False
         self._taken = taken
@@ -266,7 +267,7 @@ class WorkerChannel:
     # --- messages of the channel's own ------------------------------------------------------------------------
 
     def _owes(self) -> bool:
-        """Half of the window was consumed here, and nothing has told the other end."""
+        """Half of the window was consumed here, and the other end does not know it."""
         return self._inbox.consumed - self._told >= self._owed_max
 
     def _tell_credit(self) -> None:
@@ -297,8 +298,8 @@ class WorkerChannel:
         return True
 
     def greet(self, *, first: bool, deadline_s: float) -> None:
-        """Both ends say who they are; the one that connected is `first`. Raises ChannelRefused, naming the field in
-        which they differ, and ChannelLost.
+        """Exchange hellos; the end that connected is `first`. Raises ChannelRefused, naming the field in which the ends
+        differ, and ChannelLost.
         """
         try:
             if first:
@@ -343,7 +344,7 @@ class WorkerChannel:
         return type(self._lost)(self._lost.peer, self._lost.reason)
 
     def _broke(self, problem: ConnectionBroken) -> ChannelLost:
-        """The connection is of no use; where the other end broke the rules, it is told which."""
+        """The connection is of no use; an end that broke the rules gets the name of the rule."""
         if problem.kind != "malformed":
             return self._lose(str(problem))
         self._give_up(str(problem))

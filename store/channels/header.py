@@ -5,9 +5,9 @@
     magic version op dtype | group layer parts rows | step | slots | payload_bytes | sequence | consumed | seal
       2      1     1   1       2     2     2    4      8      4          4             8          8       16
 
-Little-endian. `sequence` counts the messages of one direction of a channel, from 1. `consumed` says how many of the
-other direction's messages of data were taken, which is the other end's credit. `seal` is a keyed sum of what
-stands before it, where the link is neither local nor encrypted, and zeros elsewhere.
+Little-endian. `sequence` counts the messages of one direction of a channel, from 1. `consumed` counts the taken data
+messages of the other direction, which is the other end's credit. `seal` is a keyed sum of the bytes before it, where
+the link is neither local nor encrypted, and zeros elsewhere.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Op(enum.IntEnum):
     #: Rows of attention's result. Answers a KEY_VALUE, and the query before it.
     OUT = 25
     #: Begins a part of a prompt that several workers compute, by a range of layers each: the plan, in msgpack. Then
-    #: KEY_VALUEs of `layer` and block `step`, and ACTIVATIONs of chunk `step`, as the plan says; DONE ends it.
+    #: KEY_VALUEs of `layer` and block `step`, and ACTIVATIONs of chunk `step`, by the plan; DONE ends it.
     STAGE = 26
 
 
@@ -88,7 +88,7 @@ class MessageHeader(NamedTuple):
 
 
 class HeaderInvalid(ValueError):
-    """Bytes that are no header; the text says which field."""
+    """Bytes that are no header; the text names the field."""
 
 
 _OPS: Sequence[Op | None] = [next((op for op in Op if op == number), None) for number in range(256)]

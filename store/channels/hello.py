@@ -1,4 +1,4 @@
-"""The first message of each end: who it is and what it computes. Ends that differ part, by the name of the field."""
+"""The first message of each end: its identity and its model. Ends that differ part, by the name of the field."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ChannelHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     exact: bool
     segment_tokens: Count
     dtype: Name
-    #: Heads are split over so many workers; 1: each has all of them.
+    #: Workers that the heads are split over; 1: each has all of them.
     head_shares: Count = 1
     #: Messages that may be on their way to this end, which stores them where it sends meanwhile; bytes of the longest.
     window: Annotated[int, Meta(ge=2, le=WINDOW_MAX)] = 8

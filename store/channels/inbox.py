@@ -1,8 +1,8 @@
 """The receiving half of a channel: from bytes to messages, each checked before a byte of its payload is taken.
 
-Payload goes straight into the memory that `into` names. Only while this end sends and cannot go on is what comes
-stored here (`store`): no more than the window, of no more bytes than a message may have, both of which the hello said.
-One thread at a time.
+Payload goes straight into the memory that `into` names. Only while this end sends and cannot go on are arriving
+messages stored here (`store`): no more of them than the window, none larger than the limit, both by the hello. One
+thread at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Inbox:
     ) -> None:
         """`credited` hears how many of our messages the other end has taken; False: it cannot have."""
         self.counts = MessageCounts()
-        #: The other end has said who it is.
+        #: The other end's hello is here.
         self.greeted = False
         #: Messages of data that were given to the user.
         self.consumed = 0

@@ -1,8 +1,8 @@
 """The kinds of channel, in one list: each knows its addresses, how to listen and how to let the other end in.
 
 =====  ======================  ==================================================================
-unix   `unix:HOST/NAME`        one host: an abstract socket, which leaves no file; the kernel says
-                               whose process the other end is, and it must be ours
+unix   `unix:HOST/NAME`        one host: an abstract socket, which leaves no file; the kernel
+                               vouches for the other end's user, which must be ours
 tls    `tls://HOST:PORT`       between hosts: both prove the secret, and all is encrypted
 tcp    `tcp://HOST:PORT`       between hosts with encryption "never": both prove the secret, and
                                headers are sealed
@@ -127,7 +127,7 @@ class TlsKind:
 
 
 class TcpKind:
-    """Between hosts that were told not to encrypt: the block links' proofs, then sealed headers."""
+    """Between hosts with encryption "never": the block links' proofs, then sealed headers."""
 
     name = "tcp"
 
@@ -290,6 +290,6 @@ def _connected(address: str, deadline_s: float) -> socket.socket:
         if not 0 < int(port) <= PORT_MAX:
             raise ValueError(f"port {port}: 1 to {PORT_MAX}")
         return socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
-    # An address is what a peer says it is: no port, a port of six digits, a host that is no name.
+    # A peer chooses its address: it may have no port, a port of six digits, a host that is no name.
     except (OSError, ValueError, OverflowError) as problem:
         raise ConnectionBroken(str(problem)) from None

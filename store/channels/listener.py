@@ -2,7 +2,7 @@
 serves channels never waits for a stranger.
 
 A stranger is one of a few at a time (`admission`), has the time of a channel's timeout for its proof and hello, and
-holds a header and a hello's memory until then. Who does not belong here is counted (`refused_...`), and told why where
+holds a header and a hello's memory until then. A refused stranger is counted (`refused_...`), and gets the reason where
 it speaks the protocol.
 """
 

@@ -21,7 +21,7 @@ def connect(
     peer: str,
     timeout_s: float | None = None,
 ) -> WorkerChannel:
-    """A channel to the worker `peer`, which listens at `addresses` (as `ChannelListener` says). Raises ChannelRefused,
+    """A channel to the worker `peer`, which listens at `addresses` (of its `ChannelListener`). Raises ChannelRefused,
     naming the field in which the ends differ, and ChannelLost: it does not answer.
     """
     hello.check()

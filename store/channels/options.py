@@ -29,7 +29,7 @@ class ChannelOptions:
     advertise: str = ""
     #: Between hosts. "never": headers are sealed, and payload is neither encrypted nor proved.
     encryption: Encryption = "auto"
-    #: Default of every wait for the other end, seconds; a peer that says nothing for so long when it should is lost.
+    #: Default of every wait for the other end, seconds; a peer that owes a message for longer is lost.
     timeout_s: float = 5.0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""One thread waits for several channels, and for who opens more: in the kernel, whatever kinds they are.
+"""One thread waits for several channels, and for a listener's new ones: in the kernel, whatever kinds they are.
 
 ::
 
@@ -24,7 +24,7 @@ class Awaited(Protocol):
     def fileno(self) -> int: ...
 
     def ready(self) -> bool:
-        """It has something to do, whatever its descriptor says."""
+        """It has something to do, even where its descriptor is not readable."""
 
     def restless(self) -> bool:
         """`ready` may change without a word from the kernel."""
@@ -47,8 +47,8 @@ class ChannelSelector:
         del self._awaited[one.fileno()]
 
     def wait(self, timeout_s: float) -> list[Awaited]:
-        """Those that have something to do; none when the time is over. A lost channel is among them: what is asked of
-        it says why.
+        """Channels and listeners that have something to do; none when the time is over. A lost channel is among them:
+        its next call raises the reason.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:

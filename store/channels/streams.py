@@ -26,7 +26,7 @@ _CLOSED = "it closed the connection"
 
 
 class Seal:
-    """Keyed sums of headers, of both directions: who does not know the session's key makes none."""
+    """Keyed sums of headers, of both directions: without the session's key none can be made."""
 
     def __init__(self, mine: bytes, theirs: bytes) -> None:
         self._mine, self._theirs = mine, theirs
@@ -218,7 +218,7 @@ class TlsStream:
         return self._decrypted(into)
 
     def _decrypted(self, into: memoryview) -> int:
-        """As much as is here; `_more` says whether that ended for want of ciphertext."""
+        """Decrypt into `into` the bytes that are here; `_more` is whether that ended for want of ciphertext."""
         got, size = 0, into.nbytes
         self._more = True
         with self._using:

@@ -16,7 +16,7 @@ Sums = npt.NDArray[np.uint64]
 
 
 def layer_sums(view: PoolView, slot: int) -> Sums:
-    """u64 `[layers]` of what is in the slot now. xxhash lets go of the interpreter lock."""
+    """u64 `[layers]` of the slot's bytes of now. xxhash lets go of the interpreter lock."""
     blocks = view.blocks[slot]
     return np.array([xxhash.xxh3_64_intdigest(layer.data) for layer in blocks], np.uint64)
 

@@ -84,10 +84,10 @@ class LeastRecentlyUsed:
 
 
 class LeastFrequentlyUsed:
-    """The slot with the fewest uses, the oldest of them first; what was popular long ago grows old.
+    """The slot with the fewest uses, the oldest of them first; a block that was popular long ago grows old.
 
-    A block's worth is its uses since it came plus the worth of the last victim before that: so a new block
-    starts level with what is being evicted, and an old favourite that is used no more is overtaken.
+    A block's worth is its uses since it came plus the worth of the last victim before that: so a new block starts level
+    with the victims of that time, and an old favourite that is used no more is overtaken.
 
     Source: LFU with dynamic aging (Arlitt et al., 2000).
     """

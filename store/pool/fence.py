@@ -7,7 +7,7 @@ away only while nobody has that lock. So a copy has either begun, and the slot w
 process (the kernel drops the locks of a process that dies); or it does not begin.
 
 Readers are not kept out: they look afterwards. A slot's epoch grows before another order may write into it, and every
-reader was told the epoch of its slots with its lease. When it is still the same after the copy, so are the bytes
+reader got the epochs of its slots with its lease. When an epoch is still the same after the copy, so are the bytes
 (`PoolView.require_unchanged`); a lease that ended meanwhile did no harm. Source of the idea: sequence locks (Linux).
 """
 
@@ -58,7 +58,7 @@ class SegmentFence:
         self._view.marks[slot] = order_mark(order_id)
 
     def withdraw(self, slot: int) -> bool:
-        # The order of the two counts: who locks after the question finds the mark cleared.
+        # The order of the two statements matters: a writer that locks after the question finds the mark cleared.
         self._view.marks[slot] = 0
         return not self._view.written_by_others(slot)
 

@@ -148,9 +148,7 @@ class PoolGuard:
                 self._pool.slots[slot].spare = i not in hold.present
 
     def hottest(self) -> list[tuple[bytes, str]]:
-        """Every committed key with its tenant ("": anybody's); what is in use first, what is evicted next
-        last.
-        """
+        """Every committed key with its tenant ("": anybody's); blocks in use first, the next victims last."""
         with self._lock:
             idle = self._pool.next_victims(len(self._pool.slots))
             going = {victim.slot.key: None for victim in reversed(idle)}

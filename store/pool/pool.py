@@ -17,7 +17,7 @@ A slot is in one of four states::
 Source: Mooncake (FAST'25), section 4; leases and condemned slots are ours.
 """
 
-# The paper's store writes by RDMA into memory of another machine and says little of a writer that is late. Here it is
+# The paper's store writes by RDMA into memory of another machine, and is silent on a writer that is late. Here that is
 # the main question: workers write into shared memory themselves, a process may stand still for any time, and no
 # deadline stops a copy that has begun. Hence three guards. Leases and deadlines handle the process that dies, condemned
 # slots the one that is slow, and the fence the one that stood still in the middle of a copy.
@@ -75,7 +75,7 @@ class Pool:
         self._used: Counter[str] = Counter()
         self._pinned: set[int] = set()
         self._changes: list[Change] = []
-        #: Set by whoever has the memory of the slots.
+        #: Set by the owner of the slots' memory.
         self.fence: Fence = NoFence()
         #: Condemned slots without a writer, into which a copy is still under way.
         self._lingering: set[int] = set()

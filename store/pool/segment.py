@@ -1,12 +1,11 @@
 """The node's shared memory segment: `[slots, layers, layer_block_bytes]` bytes, behind them a table of checksums
 `[slots, layers]` (u64), one of marks and one of epochs `[slots]` (u64), all mapped by the agent, by the node's workers,
-and by peers on the same host. A mark says which order may write into the slot, an epoch how often it was given to one
-(`halfmoon.store.pool.fence`).
+and by peers on the same host. A mark names the order that may write into the slot, an epoch counts the orders that had
+it (`halfmoon.store.pool.fence`).
 
-It is a file in /dev/shm, `halfmoon-<cluster>-<node_id>`, mode 0600. Its creator holds a flock on it while it
-lives, so that anybody can tell a stale one: the kernel drops the lock of a process that dies, however it
-dies. Its pages are reserved when it is made, so that a full /dev/shm is an error at the start and not a bus
-error in the middle of a copy.
+It is a file in /dev/shm, `halfmoon-<cluster>-<node_id>`, mode 0600. Its creator holds a flock on it while it lives, so
+that anybody recognizes a stale one: the kernel drops the lock of a process that dies, however it dies. Its pages are
+reserved when it is made, so that a full /dev/shm is an error at the start and not a bus error in the middle of a copy.
 
 (`multiprocessing.shared_memory` is not used: its resource tracker unlinks segments that other processes still
 need.)
@@ -160,7 +159,7 @@ class PoolView:
     def writing(self, slot: int, order_id: str) -> Iterator[None]:
         """Within, bytes of the order may be copied into the slot. Keep it short: until then nobody else gets the slot.
 
-        Raises OrderUnknown: the slot is not the order's any more, however long ago this process was told that it is.
+        Raises OrderUnknown: the slot is not the order's any more.
         """
         with self._lock:
             self._writing[slot] += 1
@@ -178,8 +177,8 @@ class PoolView:
                     _lock_byte(self._fd, slot, fcntl.F_UNLCK)
 
     def require_unchanged(self, slots: Sequence[int], epochs: Sequence[int]) -> None:
-        """Ask it after reading: raises LeaseLost when one of the slots was given to another order since its epoch was
-        told, so that what was read may be another block's. However long the reader stood still, this is exact.
+        """Call it after reading: raises LeaseLost when one of the slots was given to another order since its epoch was
+        read, so that the bytes may be another block's. However long the reader stood still, this is exact.
         """
         require_unchanged(self.epochs, slots, epochs)
 
@@ -276,7 +275,8 @@ def remove_stale(cluster: str) -> list[str]:
     """Unlinks the cluster's segments that no living agent holds; their names."""
     removed = []
     for path in sorted(SHM.glob(segment_name(cluster, "*"))):
-        with contextlib.suppress(OSError):  # what is not ours stays
+        # A file of another user stays.
+        with contextlib.suppress(OSError):
             if _unlink_stale(path):
                 removed.append(path.name)
     return removed

@@ -53,7 +53,7 @@ class Slot:
     checksum: int = 0
     holders: int = 0
     writers: int = 0
-    #: Mark of the tenant in whose quota it counts, the only one who may name it through `halfmoon.store.client`; "":
+    #: Mark of the tenant in whose quota it counts, the only one that may name it through `halfmoon.store.client`; "":
     #: every tenant.
     tenant: str = ""
     #: How often it was leased, or found by a put, since it is here (or on this node's SSD).

@@ -1,12 +1,12 @@
 """The interface of a tier: a larger and slower place for blocks, behind the pool's memory.
 
-A tier has *records*, one block each. The agent asks a tier what it holds, lends records while it reads them into the
-pool's slots, and hears from it what is stored, evicted or lost (`announce`, `lost` of its constructor). Rules of every
-implementation:
+A tier has *records*, one block each. The agent asks a tier for its blocks, borrows records while it reads them into the
+pool's slots, and hears of blocks that are stored, evicted or lost (`announce`, `lost` of its constructor). Rules of
+every implementation:
 
-- What a tier holds is in the same terms as in the pool: key, checksum, tenant. A reader compares the checksum.
+- A block has the same key, checksum and tenant as in the pool. A reader compares the checksum.
 - A record that is lent is not overwritten until it is given back.
-- A tier that fails is empty from then on. It says so once, and may come back by itself.
+- A tier that fails is empty from then on. It announces that once, and may come back by itself.
 
 The pool's memory (`dram`) is no `Tier`: everything moves through it.
 """

@@ -3,13 +3,13 @@ loading cheaper than computing.
 
 Rules.
 
-- Nothing of the hot path waits for the disk. Blocks that will be evicted next are copied ahead of time,
-  without being held: should one be evicted in the middle of its copy, the copy is thrown away. What the disk
-  could not keep up with is lost with its eviction, and counted (`ssd_unsaved`).
-- A read compares the block's checksum. What is not what was put is forgotten and announced as evicted: a
+- Nothing of the hot path waits for the disk. Blocks that will be evicted next are copied ahead of time, without being
+  held: should one be evicted in the middle of its copy, the copy is thrown away. A block that the disk was too slow for
+  is lost with its eviction, and counted (`ssd_unsaved`).
+- A read compares the block's checksum. A block that differs from the one put is forgotten and announced as evicted: a
   miss.
-- A disk that fails becomes an event (`TierLost`): nothing is there any more, and the file is opened again
-  after a pause that grows. The node goes on without it.
+- A disk that fails becomes an event (`TierLost`): no block is there any more, and the file is opened again after a
+  pause that grows. The node goes on without it.
 
 Used from the event loop; its own threads read and write.
 """
@@ -97,14 +97,14 @@ class SsdTier:
     # --- life -----------------------------------------------------------------------------------------------
 
     async def start(self) -> list[Change]:
-        """Opens the file, or says why not (`TierLost`) and tries again later. What was in it, which is not
-        announced: the inventory has it."""
+        """Opens the file, or reports the reason (`TierLost`) and tries again later. Returns the blocks in it, which are
+        not announced: the inventory has them."""
         await self._open()
         self._saving = asyncio.create_task(self._save())
         return self._all("stored")
 
     async def stop(self) -> None:
-        """Saves what is idle for up to `stop_s`, so that a restart finds it, and lets go of the file."""
+        """Saves idle blocks for up to `stop_s`, so that a restart finds them, and lets go of the file."""
         if self._saving is None:
             return
         self._stopping.set()  # not cancelled: a write that is under way is waited for
@@ -137,7 +137,8 @@ class SsdTier:
             opened = await self._in_thread(functools.partial(SsdFile.open, path, self._options.layout, size))
         except TierError as problem:
             self._no_room = isinstance(problem, NoRoomForTier)
-            if str(problem) != self._why:  # said once, however often it is tried
+            # Reported once, however often the file is tried.
+            if str(problem) != self._why:
                 self._why = str(problem)
                 self._lost(self._why)
             return
@@ -168,7 +169,7 @@ class SsdTier:
             self._retired.clear()
 
     def _give_up(self, why: str) -> None:
-        """Nothing is here any more; who reads just now gets an error, or the bytes."""
+        """Forget every block; a read that is under way gets an error, or the bytes."""
         self._counters["ssd_lost"] += 1
         self._announce(self._all("evicted"))  # replaced in the log by one event
         self._entries.clear()
@@ -179,7 +180,7 @@ class SsdTier:
         self._retire()
         self._lost(why)
 
-    # --- what is here ---------------------------------------------------------------------------------------
+    # --- blocks -----------------------------------------------------------------------------------------------
 
     def keys(self) -> list[bytes]:
         return list(self._records)

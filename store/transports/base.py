@@ -5,8 +5,8 @@ reach it, and which endpoints of a peer it can use. The agent opens transports f
 (`store/agent/open_transports.py`), and the engine chooses among them. A `Slice` is one contiguous run of bytes on
 both sides, which makes a few work requests of RDMA.
 
-A transport does not choose the holder: it moves between two pools and says how that went. Which holder is asked
-next is for the agent.
+A transport does not choose the holder: it moves between two pools and reports the result. The agent chooses the next
+holder.
 
 Rules of every implementation (`tests/store/test_transport_contract.py`).
 
@@ -15,8 +15,8 @@ Rules of every implementation (`tests/store/test_transport_contract.py`).
   `deadline_ns`.
 - Every call ends by its deadline (plus a scheduling delay), with an error of
   `halfmoon.store.errors.TransferError`.
-- `verify` compares with the checksums of the source, so that what is read is what was committed. Over a
-  network it is always on.
+- `verify` compares with the checksums of the source, so that the bytes read are the committed ones. Over a network it
+  is always on.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class BlockMover(Protocol):
         """Lets go of connections and mappings of a peer that is gone or restarted."""
 
     async def close(self) -> None:
-        """Ends what is under way (with TransferError) and lets go of everything. Idempotent."""
+        """Ends calls that are under way (with TransferError) and lets go of everything. Idempotent."""
 
 
 class Transport(BlockMover, Protocol):
@@ -152,7 +152,7 @@ class SlotAccess(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPool:
-    """The pool of an agent as a transport serves it: its memory, who may touch it, and where calls are counted."""
+    """The pool of an agent as a transport serves it: its memory, its guard, and the counters of calls."""
 
     view: PoolView
     access: SlotAccess
@@ -226,5 +226,6 @@ async def in_thread(executor: Executor, work: Callable[[], T], cancellation: Can
             with contextlib.suppress(asyncio.CancelledError, TransferError):
                 await asyncio.shield(future)
         if not future.cancelled():
-            future.exception()  # looked at: the cancellation says more
+            # Retrieved, so that asyncio does not log it: the cancellation is the cause.
+            future.exception()
         raise

@@ -104,7 +104,7 @@ class TransferEngine:
         """Best transport first. Raises HolderUnreachable when there is none."""
         known = self._paths.get((peer.node_id, peer.incarnation))
         if known is None:
-            # A restarted agent is another process with other ports: what its predecessor's paths did says nothing.
+            # A restarted agent is another process with other ports: the record of the old paths does not hold for it.
             for old in [key for key in self._paths if key[0] == peer.node_id]:
                 del self._paths[old]
             known = self._paths[peer.node_id, peer.incarnation] = self._find(peer)
@@ -202,7 +202,7 @@ class TransferEngine:
             moved.times.observe(elapsed_ns)
         except TransferError as problem:
             moved.failures[problem.code] += 1
-            # A deadline that was too short is not the path's fault, nor is a refusal: the peer lives and said why.
+            # A deadline that was too short is not the path's fault, nor is a refusal: the peer lives and gave a reason.
             if (
                 isinstance(problem, HolderUnreachable | TransferTimeout | BytesCorrupted)
                 and call.remaining_s() > 0

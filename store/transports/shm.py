@@ -79,7 +79,7 @@ class ShmTransport:
         return [at for at in peer.endpoints if at.transport == "shm"]
 
     def admit(self, hello: Hello) -> None:
-        """Nothing to do: the kernel decides who may map a segment, by its owner."""
+        """Nothing to do: the kernel lets only the segment's owner map it."""
 
     async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
         await self._move(peer, items, call, reading=True)

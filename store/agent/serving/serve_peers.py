@@ -39,7 +39,7 @@ class PeerService:
         owner = Owner(request.order_id, request.party)
         keys = split_keys(request.block_keys)
         if self._context.tier is not None:
-            # The reader waits no longer than it does for any answer; what is not here by then is a miss.
+            # The reader waits no longer than for any other answer; a block that is not here by then is a miss.
             patience_ns = int(self._context.config.control_timeout_s * PROMOTION_SHARE * 1e9)
             wanted = keys[request.first_block :]
             await promote(self._context, self._context.tier, wanted, time.monotonic_ns() + patience_ns)

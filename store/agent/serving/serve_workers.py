@@ -88,7 +88,7 @@ class WorkerService:
         return messages.Done()
 
     def push(self, request: messages.PushLayers) -> messages.Done:
-        """Answered as soon as it is heard; `close_push` says how it went, and finds out when one was lost."""
+        """Answered as soon as it is received; `close_push` has the result, and detects a lost message."""
         for layer in request.pushes:
             owner = Owner(layer.order_id, request.worker_id)
             running = self._context.orders.push_of(owner)
@@ -104,7 +104,7 @@ class WorkerService:
         return messages.Done()
 
     def keep(self, request: messages.KeepOrders) -> None:
-        """No answer: an order that is gone says so at its next request."""
+        """Renew holds without an answer: a request for an order that is gone fails by itself."""
         for order_id in request.order_ids:
             with contextlib.suppress(OrderUnknown):
                 self._guard.hold(Owner(order_id, request.worker_id))

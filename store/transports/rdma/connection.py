@@ -35,7 +35,7 @@ from halfmoon.store.transports.rdma.verbs import RECEIVES, Completion, Memory, Q
 #: Messages under way on one pair.
 CELLS = 4
 CELL_BYTES = 16 * 1024
-#: Of one pair: what is told to it, and what it tells.
+#: The mailboxes of one pair: messages to it, and messages from it.
 MAILBOX_BYTES = 2 * CELLS * CELL_BYTES
 #: A work request moves at most this much, unless a layer is so large that it would take more than PIECES of
 #: them.
@@ -43,7 +43,7 @@ PIECE_BYTES = 1024 * 1024
 PIECES = 32
 #: `wr_id`s: the pair's own number, a flag for receives, the cell.
 RECEIVED = 1 << 15
-#: A new pair would not do better: the memory is not what it was said to be.
+#: Errors that a new pair would meet too: the memory differs from the peer's description.
 _REFUSED = {"REM_ACCESS_ERR", "REM_INV_REQ_ERR", "REM_OP_ERR", "LOC_PROT_ERR", "LOC_LEN_ERR"}
 #: Not its own error: another request of the pair failed before it.
 FLUSHED = "WR_FLUSH_ERR"

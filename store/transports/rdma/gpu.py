@@ -28,7 +28,7 @@ DMA_BUF_FD, DMA_BUF_SUPPORTED = 1, 124
 def register(pv: Any, domain: Any, access: int, *, address: int, size: int, sysfs: Path = SYSFS) -> Any:
     """A memory region of `size` bytes at a device address, both multiples of the host's page size.
 
-    `pv`: what `verbs.load` gives. Raises RdmaAbsent, saying what is missing for either way.
+    `pv`: the module of `verbs.load`. Raises RdmaAbsent, naming the missing part of either way.
     """
     page = os.sysconf("SC_PAGE_SIZE")
     if address % page or size % page:

@@ -1,15 +1,14 @@
 """The transport over RDMA: one-sided READs and WRITEs between registered pools, by reliable connected queue
 pairs.
 
-The pool's segment is one registered region. Queue pairs are made when they are needed: the two agents
-exchange what they must know of each other over the bus (`QueuePair`), once, and a pair then serves one move
-at a time. Idle pairs are kept, up to PAIRS_PER_PEER for a peer, and the longest unused goes when there are
-too many in all.
+The pool's segment is one registered region. Queue pairs are made when they are needed: the two agents exchange their
+addresses and keys over the bus (`QueuePair`), once, and a pair then serves one move at a time. Idle pairs are kept, up
+to PAIRS_PER_PEER for a peer, and the longest unused goes when there are too many in all.
 
-A read brings the source's checksums along with the blocks and compares them. A write ends each message with a
-WRITE with immediate: the peer looks whether the slots are reserved for the order, hashes what came, and says
-whether it is readable. Like over shared memory, the peer cannot stop a byte: the caller keeps to its lease
-and its deadline, and what it wrote where it had no right is refused afterwards, and counted.
+A read brings the source's checksums along with the blocks and compares them. A write ends each message with a WRITE
+with immediate: the peer looks whether the slots are reserved for the order, hashes the bytes, and answers whether they
+are readable. As over shared memory, the peer cannot stop a byte: the caller keeps to its lease and its deadline, and
+bytes that it wrote without a right are refused afterwards, and counted.
 
 A pair that fails is destroyed. When it had worked before, the move is made once more on a new one; a new one
 that fails is an unreachable peer. A move that ends early destroys its pair, because only then does the device

@@ -126,7 +126,8 @@ class Verbs:
 
     def completions(self) -> list[Completion]:
         """Takes what has completed. Asks for the next event first, so that none is missed."""
-        with contextlib.suppress(self._pv.Error):  # nothing there: told of it already
+        # The error is an empty channel: its event was taken before.
+        with contextlib.suppress(self._pv.Error):
             self._channel.get_cq_event(self.queue)
             self.queue.ack_events(1)
         self.queue.req_notify()

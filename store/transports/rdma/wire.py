@@ -58,7 +58,7 @@ class OfferVerifier:
         return self._given
 
     def admit(self, offer: QueuePair) -> None:
-        """Raises Refused for what is not genuine, not meant for this agent, an answer, or no news."""
+        """Raises OfferRefused for an offer that is not genuine, not meant for this agent, an answer, or repeated."""
         self._check(offer)
         if offer.answer:
             raise OfferRefused("foreign", "that is an answer, and nothing was asked")
@@ -70,7 +70,7 @@ class OfferVerifier:
         self._taken[sender] = offer.number
 
     def check_answer(self, answer: QueuePair, offer: QueuePair) -> None:
-        """Raises Refused for what is no answer to this offer."""
+        """Raises OfferRefused for a message that is no answer to this offer."""
         self._check(answer)
         if (answer.node_id, answer.incarnation) != (offer.to_node_id, offer.to_incarnation):
             raise OfferRefused(

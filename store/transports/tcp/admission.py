@@ -1,8 +1,8 @@
 """Strangers at the TCP data port: connections that have not proved yet that they know the cluster's secret.
 
 A peer needs some milliseconds for that. So there are few strangers at a time, in all and from one address, and when one
-too many comes, it is the one that has waited longest that goes: who only holds connections open keeps no peer out.
-Time is counted from the connection's begin, however often a byte comes.
+too many comes, the one that has waited longest goes: a client that only holds connections open keeps no peer out. Time
+is counted from the connection's begin, however often a byte comes.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ SCRATCH_BYTES = 96 * 1024
 #: Frames of a message, and bytes of one that is not payload.
 FRAMES_MAX = 1024
 SMALL_BYTES_MAX = 1024 * 1024
-#: The same of a stranger, who has nothing to say but a greeting and its proof; and bytes of all of its frames together.
+#: The same of a stranger, which sends a greeting and its proof only; and the bytes of all of its frames together.
 STRANGER_FRAMES_MAX = 16
 STRANGER_SMALL_BYTES_MAX = 1024
 STRANGER_MESSAGE_BYTES_MAX = 64 * 1024
@@ -130,7 +130,7 @@ class PlainChannel:
         waiter.check()
         try:
             connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
-        # An address is what a peer says it is: no port, a port of six digits, a host that is no name.
+        # A peer chooses its address: it may have no port, a port of six digits, a host that is no name.
         except (OSError, ValueError, OverflowError) as problem:
             raise ConnectionBroken(str(problem)) from None
         return cls(connection, frame_bytes_max=frame_bytes_max)
@@ -233,13 +233,13 @@ class PlainChannel:
             return -1
         size = self._sizes.popleft()
         self._fill(buffer[:size])
-        # What is too long is read all the same, so that the next message begins where it should.
+        # A frame that is too long is read all the same, so that the next message begins where it should.
         if size > len(buffer):
             self._skip(size - len(buffer))
         return size
 
     def drain(self) -> None:
-        """Skips what is left of the message."""
+        """Skips the rest of the message."""
         while self._sizes:
             self._skip(self._sizes.popleft())
 

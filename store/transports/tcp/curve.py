@@ -1,8 +1,8 @@
 """The receiving end of encrypted TCP links: one thread for all of them, and a pyzmq ROUTER.
 
-The caller's CURVE key must be on the allow list (ZAP) before a byte of what it says is looked at. Until a connection
-has sent its first message, which needs such a key, it is a stranger (`admission`): one of a few at a time, and not
-for long.
+The caller's CURVE key must be on the allow list (ZAP) before a byte of its messages is looked at. Until a connection
+has sent its first message, which needs such a key, it is a stranger (`admission`): one of a few at a time, and not for
+long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from halfmoon.store.transports.tcp.wire import frame_bytes_max
 
 #: Callers whose sessions are kept; the one that was silent for longest goes first.
 SESSIONS_MAX = 1024
-#: Answers that wait for a caller to read them. It asks for a few at a time; what is beyond is not sent.
+#: Answers that wait for a caller to read them. It asks for a few at a time; answers beyond that are not sent.
 UNREAD_MAX = 64
 
 

@@ -18,7 +18,7 @@ from halfmoon.store.transports.tcp.service import Caller, TcpService
 from halfmoon.store.transports.tcp.wire import frame_bytes_max
 
 SESSIONS_MAX = 1024
-#: A peer's host that vanishes says nothing: the kernel asks after a minute of silence, then every ten seconds.
+#: A host that vanishes closes nothing: the kernel asks after a minute of silence, then every ten seconds.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 
 

@@ -1,8 +1,8 @@
-"""The receiving end of TCP: does what a message asks, whatever link it came over.
+"""The receiving end of TCP: obeys a message, whatever link it came over.
 
-A caller is served only when it has proved that it knows the cluster's secret. Every write is checked against the
-pool before a byte of it reaches a slot: right order, reserved slots, exact sizes. What is refused is answered
-with a reason and counted (`refused_…`).
+A caller is served only when it has proved that it knows the cluster's secret. Every write is checked against the pool
+before a byte of it reaches a slot: right order, reserved slots, exact sizes. A refusal is answered with a reason and
+counted (`refused_…`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TcpService:
             self._counters[name] += number
 
     def receive(self, frames: Frames, caller: Caller, reply: Reply) -> None:
-        """One message: does what it asks, or says why not. Frames may be left over. Raises ConnectionBroken when the
+        """Obeys one message, or answers with a reason. Frames may be left over. Raises ConnectionBroken when the
         connection ends."""
         try:
             mac, raw = frames.small(), frames.small()

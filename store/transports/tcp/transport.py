@@ -262,7 +262,7 @@ class TcpTransport:
         return TcpLink(curve, self._view, peer, endpoint.address)
 
     def usable_endpoints(self, peer: Peer) -> list[Endpoint]:
-        # Where the two ends do not agree on encryption one endpoint stays, so that the call says so.
+        # Where the two ends do not agree on encryption one endpoint stays, so that the call fails with that reason.
         return self._agreed_endpoints(peer) or _offered(peer)[:1]
 
     def _agreed_endpoints(self, peer: Peer) -> list[Endpoint]:

@@ -51,7 +51,7 @@ class FrameHeader(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Greeting(FrameHeader, frozen=True, kw_only=True):
-    """A client says who it is."""
+    """A client's identity."""
 
     nonce: bytes
 
