@@ -1,17 +1,17 @@
-"""The batch former: which tokens the next iteration of a mixed worker computes.
+"""The batch former: it chooses the tokens of a mixed worker's next iteration.
 
 An iteration has rows of two kinds: one for each sequence that decodes, and chunks of prompts. Stall-free batching
 takes, in this order and while the token budget lasts:
 
-1. every running sequence whose prompt is computed, one token each, whatever the budget says;
+1. every running sequence whose prompt is computed, one token each, whatever the budget is;
 2. running requests whose prompt is computed in part;
 3. requests that wait, in the order in which they came, as room and `sequences_max` allow.
 
-A sequence that needs room for its next token and finds none takes it from whoever was admitted last; that one waits
-again, before all others, and its KV is computed anew. Nobody is admitted in an iteration that took room away.
+A sequence that needs room for its next token and finds none takes it from the request that was admitted last; that one
+waits again, before all others, and its KV is computed anew. No request is admitted in an iteration that took room away.
 
-The other ways of batching are those that it is compared with. The former knows names and numbers of tokens, and is
-pure: the mixed worker obeys it, and so do simulated ones.
+The other ways of batching are there for comparison. The former knows names and numbers of tokens, and is pure: the
+mixed worker obeys it, and so do simulated ones.
 
 Source: Sarathi-Serve (OSDI'24, arXiv 2403.02310), algorithm 3, in the form that its text describes: as printed, a line
 overwrites the batch, and the loop over waiting requests never advances.
@@ -92,8 +92,8 @@ class _Member:
 
 
 class BatchFormer:
-    """`add` a request, `form` an iteration, say that it was `made`, `remove` who has ended. Once formed, an iteration
-    is made, or the request that prevents it is removed, before the next one is formed.
+    """`add` a request, `form` an iteration, call `made` when it is over, `remove` a request that has ended. Once
+    formed, an iteration is made, or the request that prevents it is removed, before the next one is formed.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class BatchFormer:
         return self._formed
 
     def made(self) -> Iteration:
-        """The iteration that was formed is over; who was removed meanwhile is passed over."""
+        """The iteration that was formed is over; requests that were removed meanwhile are passed over."""
         batch, self._formed = self._formed, None
         assert batch is not None, "no iteration was formed"
         self._chunks_made = bool(batch.chunks)
@@ -197,7 +197,7 @@ class BatchFormer:
         return any(member.decodes for member in self._running.values())
 
     def _take_decodes(self) -> tuple[list[str], list[str]]:
-        """(who decodes, who gave up room for them)."""
+        """(requests that decode, requests that gave up room for them)."""
         decodes: list[str] = []
         preempted: list[str] = []
         for member in list(self._running.values()):
@@ -212,7 +212,7 @@ class BatchFormer:
         return decodes, preempted
 
     def _preempt(self) -> str:
-        """Whoever was admitted last waits again, before all others."""
+        """The request that was admitted last waits again, before all others."""
         assert len(self._running) > 1, f"{self._running} fits not even alone"
         _, member = self._running.popitem()
         self._room.leave(member.name)
@@ -250,7 +250,7 @@ class BatchFormer:
         if tokens:
             last = member.computed + tokens == member.tokens
             chunks.append(PromptChunk(member.name, member.computed, tokens, last))
-        # Too little for this one is not for those who came after it either.
+        # A budget that is too small for this one stays unused: later requests do not overtake it.
         return max(0, left - tokens) if member.computed + tokens == member.tokens else 0
 
     def _tokens(self, member: _Member, left: int, *, alone: bool) -> int:

@@ -41,7 +41,7 @@ class EchoOrder(msgspec.Struct, frozen=True):
 
 
 def channel_times(sizes: Sequence[int], budget_s: float) -> list[PartTime]:
-    """The median round trip of so many bytes up, and as many down. Empty where no channel can be had here."""
+    """The median round trip of each size, bytes up and as many down. Empty where no channel can be opened here."""
     hello = ChannelHello(
         worker_id="measuring-0",
         cluster="measuring",

@@ -1,9 +1,9 @@
-"""Points at which a worker stands still until it is told to go on: a test kills it there, and knows what it was doing.
+"""Points at which a worker stands still until a test lets it go on: a test kills it there, in a known moment.
 
 Only the environment asks for it. `HALFMOON_TEST_HOLDS` names a directory; without it a point costs one comparison. A
-file there that has the name of a point arms it, for whoever is the first to reach a number as high as the file says.
-That thread gives the file a name which says for what it holds, and goes on when the file is gone. Threads that hold are
-never the loop's, so heartbeats go on: who holds is not lost.
+file there with the name of a point arms it, for the first thread that reaches the number in the file. That thread
+renames the file after its order or worker, and goes on when the file is gone. Threads that hold are never the loop's,
+so heartbeats go on: a worker that holds is not lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STAGE_LAYER = "stage-layer"
 DECODE_STEP = "decode-step"
 #: Numbers are tokens that the lender has: those that follow have not been sent.
 MOVE = "move"
-#: The worker can do all that it is for, and has not said so. The worker's name follows, after a "-".
+#: The worker is ready for orders, and has not joined. The worker's name follows, after a "-".
 JOINING = "joining"
 #: Seconds between two looks.
 LOOK_S = 0.01
@@ -32,7 +32,7 @@ PLACE: Path | None = Path(_named) if _named else None
 
 
 def reached(point: str, number: int, of: str) -> None:
-    """Holds where the point is armed for `number` or less. `of`: what is held there, an order or a worker."""
+    """Holds where the point is armed for `number` or less. `of`: the order or the worker that holds there."""
     if PLACE is None:
         return
     armed, holds = PLACE / point, PLACE / f"{point} {of}"

@@ -1,10 +1,10 @@
-"""A measured cost profile, kept for later starts of workers, and doubted where it is not what is seen.
+"""A measured cost profile, kept for later starts of workers, and doubted where measured times differ from it.
 
-A busy machine makes everything look slow, for a moment or for half a minute. So a profile is held against a few times
+A busy machine makes everything look slow, for a moment or for half a minute. So a profile is compared with a few times
 measured after it, and measured again where they differ; of each part the fastest counts, since a neighbour only adds.
-How far they lay apart is kept with it. Where no two agree the profile serves this start alone, and the next one
-measures anew. So it does when what a worker computes takes other times for long (`ProfileCheck`): a neighbour may have
-been there all the while.
+The difference is kept with it. Where no two profiles agree the last one serves this start alone, and the next start
+measures anew. It also does so when a worker's real work takes other times for long (`ProfileCheck`): a neighbour may
+have been there all the while.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from halfmoon.workers.model.loading.cache_files import cache_folder, held_lock, 
 AGREE_PERMILLE = 1_300
 MEASURED_MAX = 3
 PREFILL_TOKENS_MIN = 128
-#: A profile is doubted when the median of so many times is below or above this, in thousandths of what it says. That it
-#: was measured beside a neighbour shows soon; that there is one now is no reason to measure again.
+#: A profile is doubted when the median of COMPARED times is below or above these, in thousandths of its prediction. The
+#: lower bound is near, since a profile measured beside a neighbour is wrong; a neighbour of now is no reason to doubt.
 COMPARED = 12
 DOUBT_BELOW_PERMILLE = 600
 DOUBT_ABOVE_PERMILLE = 3_000
@@ -111,11 +111,11 @@ def kept_profile(
         return known.profile
     with held_lock(path.with_suffix(".lock")):
         other = _read(path)
-        # Whoever held the lock has measured for this start too, agreed or not.
+        # The process that held the lock has measured for this start too, agreed or not.
         if other is not None and (other.agreed or other != known):
             return other.profile
         kept = measured_often(measure_now, apart_now)
-        # Zeros too: a coefficient that is missing in a file was not known to who wrote it.
+        # Zeros too: a coefficient that is missing in a file was not known to its writer.
         text = json.dumps(asdict(kept) | {"profile": asdict(kept.profile)}, indent=1)
         replace_file(path, lambda place: place.write_text(text))
     return kept.profile
@@ -168,7 +168,8 @@ class ProfileCheck:
                 expected_ns = self._profile.step_ns(sequences, event.step_context_tokens)
                 self._compare("step", expected_ns, event.step_ns)
             case _:
-                pass  # it says nothing of times
+                # This event has no times.
+                pass
 
     def _compare(self, what: str, expected_ns: int, seen_ns: int) -> None:
         seen = self._seen[what]

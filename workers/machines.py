@@ -32,7 +32,7 @@ from halfmoon.schemas.tokens import TakeReply
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker that a machine decides for: who it is, and what it has. None of it changes in its life."""
+    """The worker that a machine decides for: its identity and its equipment. None of it changes in its life."""
 
     worker_id: str
     incarnation: str

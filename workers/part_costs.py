@@ -78,7 +78,7 @@ def _decode(engine: Engine, tables: list[list[int]]) -> None:
 
 
 def _attention_step(engine: Any, blocks: Sequence[int], rows: int, tokens: int) -> Callable[[], None]:
-    """Attention of one step of `rows` sequences with so many cached tokens each."""
+    """Attention of one step of `rows` sequences with `tokens` cached tokens each."""
     cache, config, attention = engine.cache, engine.config, engine.attention
     need = -(-tokens // cache.block_tokens)
     runs = StepRuns()

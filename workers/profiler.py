@@ -71,7 +71,7 @@ def _measure_head(engine: Engine, table: list[int]) -> int:
 def _measure_prefill(engine: Engine, table: list[int], until_s: float) -> list[PrefillTime]:
     size = engine.block_tokens
     _time_prefill(engine, table, size, 0)  # the first call of a shape prepares its kernels
-    # A short chunk first: without it the base and the cost per token cannot be told apart.
+    # A short chunk first: without it the base and the cost per token cannot be separated.
     times = [
         _time_prefill(engine, table, max(1, size // 4), 0),
         _time_prefill(engine, table, max(1, size // 4), 0),

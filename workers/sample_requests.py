@@ -12,7 +12,7 @@ from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.workers.model.prompt_rows import PromptScores
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 
-#: As vLLM writes the log probability of what is impossible.
+#: As vLLM writes the log probability of an impossible token.
 LOGPROB_MIN = -9999.0
 
 
@@ -96,8 +96,8 @@ def next_token(
     output: Sequence[int],
     scores: PromptScores | None = None,
 ) -> SampledToken:
-    """One token of one request from its row of logits (what prefill does with the last prompt token's); the first takes
-    along what is to be told of the prompt.
+    """One token of one request from its row of logits (in prefill, the last prompt token's); the first takes along the
+    scores of the prompt.
     """
     request = request_of(engine, params_of(sampling), sampling, prompt, output)
     token = token_of(engine, engine.sample_rows(logits, [request])[0], sampling, logits)

@@ -54,7 +54,7 @@ def now() -> Now:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelConfig:
-    """Who this worker is to others over a channel, and how channels are had."""
+    """This worker's identity to others over a channel, and the options of channels."""
 
     hello: ChannelHello
     options: ChannelOptions
@@ -79,7 +79,7 @@ class WorkerConfig(WorkerOptions, frozen=True, kw_only=True):
     stage_channels: ChannelConfig | None = None
     #: Decode: the KV of its sequences lies at attention workers.
     cache_elsewhere: bool = False
-    #: 0: as the profile says.
+    #: 0: the profile's number.
     decode_groups: int = 0
     #: 0: it is no mixed worker.
     token_budget: int = 0
@@ -93,9 +93,7 @@ class WorkerConfig(WorkerOptions, frozen=True, kw_only=True):
 
 
 class WorkerMachine(Protocol):
-    """The part of a worker's pure machine that every shell drives: it hears what happened, and says what is to be
-    done.
-    """
+    """The part of a worker's pure machine that every shell drives: it takes events, and returns actions."""
 
     @property
     def kv_blocks_used(self) -> int: ...
@@ -134,7 +132,7 @@ class Worker(ABC):
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
         self._tasks: set[asyncio.Task[Any]] = set()
-        #: Events that the machine is still to be told, while it is obeyed.
+        #: Events that came while the machine's actions are being obeyed: it gets them afterwards.
         self._heard: deque[Any] = deque()
         self._obeying = False
         self._stopped = False
@@ -249,7 +247,7 @@ class Worker(ABC):
 
     @abstractmethod
     def obey(self, decision: Decision) -> None:
-        """Begin, or end, what the decision says; returns at once."""
+        """Begin, or end, the decision's work; returns at once."""
 
     def heartbeat(self) -> WorkerHeartbeat:
         """How the worker is, and which orders it has open."""
@@ -285,7 +283,7 @@ class Worker(ABC):
 
     @abstractmethod
     def obey_action(self, action: Any) -> None:
-        """Begin what the machine says; returns at once. Its end may be heard within."""
+        """Begin an action of the machine; returns at once. Its end may come within the call."""
 
     # --- the machine ----------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class WorkerMetrics(Collector):
         self._step_sequences += sequences
         self._step_context_tokens += context_tokens
 
-    # --- what is shown --------------------------------------------------------------------------------------
+    # --- figures --------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterable[Metric]:
         worker = self._worker

@@ -1,4 +1,4 @@
-"""One order in the words of vLLM's `/v1/completions`: what is asked, and what the lines of the answer say. Pure."""
+"""One order in the words of vLLM's `/v1/completions`: the request, and the lines of the answer. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from halfmoon.schemas.sampling import SampledToken, Sampling
 
-#: As vLLM writes the log probability of what is impossible.
+#: As vLLM writes the log probability of an impossible token.
 _LOGPROB_MIN = -9999.0
 _TOKEN_ID = "token_id:"  # noqa: S105
 
@@ -18,7 +18,7 @@ class Unanswerable(ValueError):
 
 
 class EngineRefused(Exception):
-    """The engine answered with an error, or with what is no answer. `retryable`: another engine may do better."""
+    """The engine answered with an error, or with something unreadable. `retryable`: another engine may do better."""
 
     def __init__(self, reason: str, *, retryable: bool) -> None:
         super().__init__(reason)
@@ -66,7 +66,7 @@ def body_of(
         "stream": True,
         "return_token_ids": True,
         "cache_salt": salt,
-        # All are said: what is not, the engine takes from the model's own generation_config.json.
+        # All are named: the engine takes an unnamed one from the model's own generation_config.json.
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -150,7 +150,7 @@ def _top(said: dict[str, float] | None) -> list[tuple[int, float]]:
 
 
 def refusal_of(status: int, body: bytes) -> EngineRefused:
-    """For an answer that is no 200. What is wrong with the request itself is wrong at every engine."""
+    """The refusal for an answer that is no 200. A request that is wrong in itself is wrong at every engine."""
     try:
         said = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):

@@ -38,7 +38,7 @@ class EngineFacts:
     #: Its cache, in its own blocks.
     cache_blocks: int
     block_tokens: int
-    #: Where it publishes its KV events and answers who asks for past ones, by its own word; "": it does not say.
+    #: Address at which it publishes its KV events and gives past ones, by its own report; "": it names none.
     events: str = ""
     replay: str = ""
     topic: str = ""

@@ -1,16 +1,16 @@
-"""Engine's cache mirrored: which of our blocks an engine holds, by what it tells of its own. Pure.
+"""A mirror of an engine's cache: our blocks that the engine holds, by its KV events. Pure.
 
-An engine's block is smaller than ours (16 to 128 tokens, ours 256), and its hash is not our key. But it tells each
-block's tokens and the block before it, so our keys are computed here from the tokens, by the chain that the
-conductor's are from: equal keys mean equal tokens. Our block is there while all of the engine's that make it are.
+An engine's block is smaller than ours (16 to 128 tokens, ours 256), and its hash is not our key. But its events have
+each block's tokens and the block before it, so our keys are computed here from the tokens, by the conductor's chain:
+equal keys mean equal tokens. Our block is there while all of the engine's blocks that make it are.
 
-Whose block it is: the head of each prompt has a *cache salt*, and ours names the root of the request's block keys
-(tenant, salt, model, the cluster's secret). What others put into the cache has none, is of no use to a request
-of ours, and is not told of.
+Owner of a block: the head of each prompt has a *cache salt*, and ours names the root of the request's block keys
+(tenant, salt, model, the cluster's secret). Blocks of other clients have no such salt, are of no use to a request of
+ours, and are not announced.
 
-What an engine tells need not be true. A block whose parent was never told of, or whose tokens are too few, is passed
-over; an engine that tells of more blocks than it has room for is not believed further. So a lie costs a wrong
-placement, never a wrong token.
+Events need not be true. A block whose parent is unknown, or whose tokens are too few, is passed over; an engine that
+announces more blocks than it has room for is not believed further. So a lie costs a wrong placement, never a wrong
+token.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Block(msgspec.Struct, gc=False):
     copies: int = 1
     #: Blocks behind it in the same one of ours.
     next: dict[BlockHash, bool] = {}
-    #: Ours, that ends with it, and whether it is told of.
+    #: Our block that ends with it, and whether that is announced.
     key: bytes = b""
     whole: bool = False
 
@@ -83,12 +83,12 @@ class EngineBlocks:
     def __init__(self, *, block_tokens: int, blocks_max: int) -> None:
         self.block_tokens = block_tokens
         self.blocks_max = blocks_max
-        #: Of the engine's blocks; 0 until it has told of one.
+        #: Tokens of the engine's blocks; 0 before its first event.
         self.engine_block_tokens = 0
         #: Why events were passed over, and how many blocks of each.
         self.passed_over: Counter[str] = Counter()
         self._blocks: dict[BlockHash, _Block] = {}
-        #: Those told of; two of the engine's chains may make one of ours.
+        #: Announced blocks; two of the engine's chains may make one of ours.
         self._whole: dict[bytes, int] = {}
         self._changes: list[CacheChange] = []
 
@@ -123,7 +123,7 @@ class EngineBlocks:
         return changes
 
     def doubt(self) -> list[CacheChange]:
-        """Some events are lost for good: nothing is certain to be there but what is before a block stored next."""
+        """Some events are lost for good: only the blocks before one that is stored from now on are certain."""
         for block in self._blocks.values():
             block.copies = 0
         for block in self._blocks.values():

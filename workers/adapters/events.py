@@ -21,7 +21,7 @@ from halfmoon.workers.mixed.events import MixedOrdered
 
 
 class EngineAsked(OrderEvent, frozen=True, kw_only=True):
-    """The request is on its way; so many blocks of its prompt were in the engine's cache then."""
+    """The request is on its way; `cached_blocks` blocks of its prompt were in the engine's cache then."""
 
     cached_blocks: int
 

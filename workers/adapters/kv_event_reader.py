@@ -29,8 +29,8 @@ _UNREAD_MAX = 100_000
 async def replayed(
     context: zmq.asyncio.Context, address: str, start: int, wait_s: float, malformed: Callable[[], None]
 ) -> AsyncGenerator[tuple[int, bytes], None]:
-    """The batches from number `start` on that the publisher still has: number and payload. Raises TimeoutError: no
-    message came for so long; ZMQError: the address makes no sense. `malformed` is told of a message that is none.
+    """The batches from number `start` on that the publisher still has: number and payload. Raises TimeoutError when no
+    message comes in time; ZMQError for an address that makes no sense. `malformed` is called for a malformed message.
     """
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
@@ -51,16 +51,16 @@ async def replayed(
 
 
 class KvEventListener(Protocol):
-    """Who is told."""
+    """The receiver of an engine's KV events."""
 
     def batch_told(self, batch: EventBatch) -> None:
         """The next one."""
 
     def batches_lost(self) -> None:
-        """Some before the next one will never be told."""
+        """Some batches before the next one will never come."""
 
     def engine_restarted(self) -> None:
-        """Nothing that was told is so any more."""
+        """The engine restarted: earlier batches no longer hold."""
 
 
 class KvEventReader:
@@ -113,7 +113,8 @@ class KvEventReader:
         expected = self._expected
         if expected is not None and seq < expected:
             if batch.at_s <= self._newest_s:
-                return  # told already: it came live and was asked for
+                # Delivered already: it came live and in the replay.
+                return
             self.counts["restarts"] += 1
             self._listener.engine_restarted()
             self._expected = expected = 0

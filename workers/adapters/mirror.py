@@ -24,7 +24,7 @@ class EngineMirror:
     ) -> None:
         self.blocks = EngineBlocks(block_tokens=block_tokens, blocks_max=_MARGIN * cache_blocks)
         self.reader = KvEventReader(self, events=events, replay=replay, topic=topic)
-        #: Told of each change, in order.
+        #: Called with each change, in order.
         self.changed: Callable[[list[Change]], None] | None = None
         #: Gets why the engine cannot be mirrored at all.
         self.unfit: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -8,7 +8,7 @@ import msgspec
 
 from halfmoon.schemas.types import option
 
-#: Where vLLM publishes KV events unless it is told otherwise.
+#: vLLM's default port for KV events.
 EVENTS_PORT = 5557
 
 

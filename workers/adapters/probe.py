@@ -99,7 +99,7 @@ class Probe:
         return _Took(first_ns - began_ns, (last_ns - first_ns) // max(1, drawn - 1))
 
     async def _events_of(self, mirror: EngineMirror, prompt: list[int], root: bytes) -> None:
-        """Returns when the engine has told of the prompt's blocks. Raises EngineUnfit."""
+        """Returns when the engine has announced the prompt's blocks. Raises EngineUnfit."""
         keys = chain_keys(root, prompt, self._block_tokens)
         until = time.monotonic() + EVENTS_S
         while mirror.blocks.leading(keys) * 16 < len(keys):

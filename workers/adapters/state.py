@@ -6,13 +6,13 @@ Pure.
     order ─▶ its tokens ─▶ asked ─▶ first token: PrefillFinished, DecodeStarted ─▶ last one: RequestFinished
                              └─ broke off: PrefillFailed, or DecodeFailed where its first token was out
 
-All orders go to the engine at once: it queues, batches and preempts as it does for its own clients. What the client of
-a request has already, from an engine that is gone, is the end of the prompt here; so greedy text goes on as it was,
-and what is drawn at random does not.
+All orders go to the engine at once: it queues, batches and preempts as it does for its own clients. Tokens that the
+client has already, from an engine that is gone, are the end of the prompt here; so greedy text goes on as it was, and
+random draws do not.
 
-What the engine does not tell is taken from what is seen. Prompts are computed one after another, so one has waited
-until the one before it had its first token; and a step's time is that between two tokens of the sequence that has
-run longest, where no prompt was computed meanwhile.
+The engine reports no times, so they are inferred. Prompts are computed one after another: one has waited until the one
+before it had its first token. A step's time is the one between two tokens of the sequence that has run longest, where
+no prompt was computed meanwhile.
 """
 
 from __future__ import annotations

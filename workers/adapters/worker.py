@@ -1,9 +1,9 @@
 """The adapter of an engine: a mixed worker, and the store of its node, to the cluster; a client to the engine.
 
-The shell of `AdapterState`: it feeds it what happens, and does what it says. Nothing is decided here. Beside it the
-engine's cache is mirrored (`EngineMirror`) and announced as a node's blocks are, by a store that nobody can read.
-An engine that does not answer any more is `lost`: the worker leaves, its requests are placed anew, and whoever runs it
-begins anew when the engine is back.
+The shell of `AdapterState`: it feeds the machine events and obeys its actions. Nothing is decided here. Beside it the
+engine's cache is mirrored (`EngineMirror`) and announced as a node's blocks are, by a store that nobody can read. An
+engine that does not answer any more is `lost`: the worker leaves, its requests are placed anew, and the command that
+runs it begins anew when the engine is back.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FETCHES_PLANNED = (
     "local_cache_aware (halfmoon policy set name=local_cache_aware)"
 )
 LOOK_S, LOOK_AGAIN_S = 1.0, 0.2
-#: So many times in a row without an answer: it is gone.
+#: An engine that has not answered this many times in a row is gone.
 AWAY_MAX = 2
 
 
@@ -83,7 +83,7 @@ class AdapterWorker(Worker):
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._look = asyncio.Event()
         self._fetches_seen = False
-        #: Who waits for the next look at the engine to find it there.
+        #: Callers that wait for the next look at the engine to find it there.
         self._lookers: list[asyncio.Future[None]] = []
 
     async def prepare(self) -> None:
@@ -179,7 +179,7 @@ class AdapterWorker(Worker):
         self._asking.pop(order_id, None)
 
     async def take_tokens(self, ask: TakeTokens) -> None:
-        """No grammar is read: the machine says that no engine takes ours."""
+        """No grammar is compiled: the machine refuses a request with one, because no engine takes ours."""
         reply = await self.inbox.take(ask.frontend_id, ask.request_id, ask.order_id, self.role)
         self._hear_taken(ask, reply)
 

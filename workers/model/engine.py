@@ -125,7 +125,7 @@ class Engine:
         return in_turn([self._chunk_rows(chunk, hooks=hooks)])[0]
 
     def activation(self, tokens: int) -> Tensor:
-        """Memory on the CPU for the residual of a chunk of so many tokens, `[rows, hidden]` with rows of padding."""
+        """Memory on the CPU for the residual of a chunk of `tokens`, `[rows, hidden]` with rows of padding."""
         return torch.empty((_whole_tiles(tokens), self.config.hidden), dtype=self.dtype)
 
     @torch.inference_mode()
@@ -325,8 +325,8 @@ class Engine:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def groups_of(self, batch: int, groups: int = 1) -> list[slice]:
-        """How `decode` divides so many sequences into at least so many groups: in exact mode a group has at most
-        `decode_rows_multiple`, in fast mode there is one.
+        """The slices into which `decode` divides `batch` sequences, at least `groups` of them: in exact mode a group
+        has at most `decode_rows_multiple`, in fast mode there is one.
         """
         return cut(batch, self.decode_rows_multiple, groups) if self.exact else [slice(0, batch)]
 

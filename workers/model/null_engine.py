@@ -126,7 +126,7 @@ class NullEngine:
         return self.decode(token_ids, positions, block_tables) if token_ids else None, ends
 
     def _score(self, position: int, token: int, top: int) -> ScoredToken:
-        """The one likely token, and then, for who asks for more, those behind it, which are all equally unlikely."""
+        """The one likely token, and then, where `top` asks for more, those behind it, which are equally unlikely."""
         likely, vocab = self._token_after(position), self.config.vocab
         others = [((likely + i) % vocab, 0.0 if not i else float("-inf")) for i in range(min(top, vocab))]
         own = (1, 0.0) if token == likely else (vocab, float("-inf"))

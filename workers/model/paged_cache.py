@@ -89,7 +89,7 @@ class PagedCache:
 
 
 def _flat_bytes(buffer: NDArray[Any] | memoryview | bytearray | bytes, size: int) -> NDArray[np.uint8]:
-    """A view, never a copy: a copy would swallow what is written to it."""
+    """A view, never a copy: bytes written to a copy would be lost."""
     if isinstance(buffer, np.ndarray):
         assert buffer.flags.c_contiguous, "a strided buffer has no flat view"
         flat = buffer.reshape(-1).view(np.uint8)

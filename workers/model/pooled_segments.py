@@ -18,7 +18,7 @@ from halfmoon.workers.model.paged_cache import LayerBytes, PagedCache
 class PooledSegments:
     """The `Elsewhere` of one prompt's chunks. `block(number, layer)` is one layer of a block.
 
-    `segments` are those that are not in the cache; whoever computes the chunks says which, chunk by chunk.
+    `segments` are those that are not in the cache; the computation sets them, chunk by chunk.
     """
 
     def __init__(

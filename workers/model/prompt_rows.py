@@ -22,7 +22,7 @@ class PromptScores:
     """Collects the scores of one prompt's tokens, chunk by chunk; of the first, before which there is nothing, none."""
 
     def __init__(self, prompt_ids: Sequence[int], top: int) -> None:
-        """`top`: how many of the most likely tokens are told with each."""
+        """`top`: number of most likely tokens that are kept with each."""
         self.top = top
         self.rows: list[ScoredToken] = []
         self._prompt_ids = prompt_ids

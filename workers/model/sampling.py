@@ -133,8 +133,7 @@ def _index(ids: list[int], logits: Tensor) -> Tensor:
 
 
 def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
-    """f64 probabilities `[vocab]` after temperature, min_p, top_k and top_p; what is filtered out is
-    exactly 0.
+    """f64 probabilities `[vocab]` after temperature, min_p, top_k and top_p; filtered tokens have exactly 0.
 
     Of equal probabilities at the edge of top_k or top_p the smaller token ids stay.
     """

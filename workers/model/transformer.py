@@ -57,7 +57,7 @@ class Rotary:
         self._sin = angles.sin().unsqueeze(1).to(self._device)
 
     def reach(self, positions: int) -> None:
-        """Makes the table longer where a sequence of so many tokens needs it."""
+        """Makes the table longer where a sequence of `positions` tokens needs it."""
         if positions > self.positions:
             self._compute(max(positions, 2 * self.positions))
 
@@ -162,7 +162,7 @@ class Transformer:
         self._head = Linear(weights["embed"] if config.tied else weights["head"])
 
     def for_positions(self, positions: int) -> Transformer:
-        """The same weights, not copied, for sequences of so many tokens to begin with."""
+        """The same weights, not copied, for sequences of `positions` tokens to begin with."""
         other = copy.copy(self)
         other.rotary = Rotary(self.config, self.device, positions)
         return other

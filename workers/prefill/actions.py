@@ -36,7 +36,7 @@ class ReserveSlots(msgspec.Struct, frozen=True, kw_only=True):
     block_keys: bytes
     blocks: int
     tenant: str
-    #: Packed: the store tells them to routers, where it is told to.
+    #: Packed: the store publishes them to routers, where its options ask for that.
     token_ids: bytes
 
 
@@ -87,8 +87,8 @@ class ComputePrompt(msgspec.Struct, frozen=True, kw_only=True):
     #: By block, slots of the pool; those of `present` hold their bytes and must not be written.
     slots: list[int]
     present: list[int]
-    #: Who computes which layers, in order, the last ones here; []: all layers are computed here. Then StageLost is one
-    #: more end.
+    #: Workers and their layers, in order, the last ones here; []: all layers are computed here. With stages StageLost
+    #: is one more end.
     stages: list[LayerStage] = []
     #: How many of the most likely tokens are wanted with each of the prompt's; -1: not even that one's.
     prompt_logprobs: int = -1
@@ -171,9 +171,9 @@ class EndPush(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Give back what the order holds in the stores, take back what is still asked for it, end its span.
+    """Give back the order's slots in the stores, withdraw its open questions, end its span.
 
-    The last action of every order, answered or cancelled. What it still has under way ends in nothing.
+    The last action of every order, answered or cancelled. Calls that are still under way end in nothing.
     """
 
     order_id: str

@@ -1,4 +1,4 @@
-"""The words of a prefill once its prompt is computed: to who decodes, and to the log."""
+"""The messages of a prefill once its prompt is computed: to the decode worker, and to the log."""
 
 from __future__ import annotations
 

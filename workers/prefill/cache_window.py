@@ -17,7 +17,7 @@ from halfmoon.workers.model.segments import AWAY
 
 
 def outgrows_cache(layout: Layout, kv_blocks: int) -> bool:
-    """True: prompts may be longer than a cache of so many blocks. Exact numerics only: their attention is split."""
+    """True: prompts may be longer than a cache of `kv_blocks`. Exact numerics only: their attention is split."""
     return layout.numerics == "exact" and 0 < layout.segment_tokens <= kv_blocks * layout.block_tokens
 
 
@@ -51,8 +51,8 @@ class CacheWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptMemory:
-    """Where the KV of a prompt lies while it is computed: in the engine's cache, as far as `window` says, and in the
-    slots of the node's pool.
+    """The places of a prompt's KV while it is computed: the engine's cache, as far as `window` reaches, and the slots
+    of the node's pool.
     """
 
     engine: Any

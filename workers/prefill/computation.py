@@ -1,4 +1,4 @@
-"""Computes one prompt on the compute thread, as a `ComputePrompt` says, and tells of every layer.
+"""Computes one prompt on the compute thread, by a `ComputePrompt`, and reports every layer.
 
 Three threads share it: the loop hears of fetched layers and of cancellation, the copy thread loads the cached
 layers just ahead of the layer that computes, the compute thread computes and stores.

@@ -54,7 +54,7 @@ class PauseEnded(OrderEvent, frozen=True, kw_only=True):
 
 
 class LayersFetched(OrderEvent, frozen=True, kw_only=True):
-    """Layers up to and including `layer` of the fetch are readable in the own node's pool; may be said again."""
+    """Layers up to and including `layer` of the fetch are readable in the own node's pool; may be repeated."""
 
     layer: int
 
@@ -68,7 +68,7 @@ class BlocksFetched(OrderEvent, frozen=True, kw_only=True):
 
 
 class FetchFailed(OrderEvent, frozen=True, kw_only=True):
-    """Neither the source nor a replica gave the blocks. `corrupted`: layers that were told of may be wrong."""
+    """Neither the source nor a replica gave the blocks. `corrupted`: layers that were announced may be wrong."""
 
     reason: str
     corrupted: bool = False
@@ -164,7 +164,7 @@ class PushFailed(OrderEvent, frozen=True, kw_only=True):
     reason: str
 
 
-#: What is heard before a prompt is computed, by whatever worker.
+#: Events before a prompt is computed, of any worker that prefills.
 Preparing = (
     TokensTaken
     | SlotsReserved

@@ -65,9 +65,9 @@ STORE_PAUSE_NS = SECOND_NS // 10
 
 
 class Job:
-    """One StartPrefill order. Times are monotonic ns unless they say otherwise.
+    """One StartPrefill order. Times are monotonic ns unless a comment names another clock.
 
-    `prepare`, `begin_turn`, `step` and `cancel` append what is to be done to `out`.
+    `prepare`, `begin_turn`, `step` and `cancel` append their actions to `out`.
     """
 
     def __init__(self, order: StartPrefill, rules: JobRules, at_ns: int) -> None:
@@ -255,7 +255,7 @@ class Job:
         self._fetch(usable, out)
 
     def _fetch(self, usable: int, out: Actions) -> None:
-        """Order the first fetch that continues what is here; blocks that are here already are not fetched."""
+        """Order the first fetch that continues the blocks held here; blocks that are here already are not fetched."""
         for ordered in self.order.fetches:
             if (fetch := ordered.clipped(self.cached_blocks, usable)) is not None:
                 self.fetching, self.fetched_blocks, self.fetch_node_id = True, fetch.blocks, fetch.node_id

@@ -1,7 +1,7 @@
-"""Short prompts of which further answers are wanted, as they were computed last: for the other choices of a request.
+"""Short prompts with further choices to come, kept as they were computed last.
 
-A prompt of one block is found in no pool by others: what is not whole has no key, and its last token is computed in any
-case, for its logits. Its other choices need the same KV and the same logits, and draw with other seeds.
+A prompt of one block is found in no pool by others: a block that is not whole has no key, and its last token is
+computed in any case, for its logits. Its other choices need the same KV and the same logits, and draw with other seeds.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class LayerLoads:
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """Whoever waits, now or later, gets LayersMissing."""
+        """Every wait, of now and of later, raises LayersMissing."""
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()

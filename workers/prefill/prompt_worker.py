@@ -1,4 +1,4 @@
-"""The shell of whoever computes prompts: tokens, slots of the node's pool and fetches for its orders, and their end.
+"""The shell of a worker that computes prompts: tokens, slots of the node's pool and fetches for its orders, their end.
 
 The prefill worker and the mixed worker obey these actions of their machines in the same way. Each that takes time is a
 task, which ends in `hear`.
@@ -47,9 +47,9 @@ class PromptWorker(Worker):
 
     async def prepare_prompts(self) -> None:
         """Before the first order."""
-        #: By order: what is asked for it and ends with it.
+        #: By order: its open questions, which end with it.
         self._asking: dict[str, set[asyncio.Task[None]]] = {}
-        #: And what is committed of it.
+        #: By order: its commits that are under way.
         self._committing: dict[str, set[asyncio.Task[None]]] = {}
         self._spans: dict[str, OpenSpan] = {}
         self._releasing: set[asyncio.Task[None]] = set()
@@ -67,7 +67,7 @@ class PromptWorker(Worker):
         self,
         action: TakeTokens | BeginSpan | ReserveSlots | PauseOrder | StartFetch | CommitPrompt | EndOrder,
     ) -> None:
-        """Begin what the machine says of an order's preparation or its end."""
+        """Begin an action of an order's preparation or of its end."""
         match action:
             case CommitPrompt():
                 self._note(self._committing, action.order_id, self.spawn(self._commit(action)))

@@ -1,4 +1,4 @@
-"""Computes some layers of another worker's prompt, on the compute thread, as a `ComputeStage` says.
+"""Computes some layers of another worker's prompt, on the compute thread, by a `ComputeStage`.
 
 Everything comes and goes over the channel to the worker that has the last layers: the cached blocks of these layers,
 the residual before them chunk by chunk, the KV and the residual after them. While a chunk is sent on, the next stage

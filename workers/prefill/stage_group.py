@@ -68,7 +68,7 @@ class Handover:
             return self._rows.popleft()
 
     def end(self, problem: StageGone) -> None:
-        """Whoever waits, now or later, gets it; the first one counts."""
+        """Every wait, of now and of later, raises the problem; the first one counts."""
         with self._changed:
             self._problem = self._problem or problem
             self._changed.notify_all()

@@ -21,7 +21,7 @@ from halfmoon.workers.prefill.stages import REASON_CHARACTERS_MAX, JobRules, Pre
 
 
 class StageJob:
-    """Used by the machine as a `Job` is: `prepare`, `begin_turn`, `step` and `cancel` append what is to be done."""
+    """Used by the machine as a `Job` is: `prepare`, `begin_turn`, `step` and `cancel` append their actions."""
 
     def __init__(self, order: StartStage, rules: JobRules) -> None:
         self.order = order

@@ -1,6 +1,6 @@
-"""Where a prefill worker listens for those that have it compute some layers of their prompts.
+"""The listener of a prefill worker for other workers that have it compute some layers of their prompts.
 
-A thread lets them in and hears their plans, so that one who comes early, while another order has the turn, need not
+A thread lets them in and reads their plans, so that one that comes early, while another order has the turn, need not
 wait for its hello. A channel that nobody takes is closed when its other end has hung up, or with the listener.
 """
 

@@ -6,7 +6,7 @@
     last ◀─ chunk by chunk: KEY_VALUE × (own layers · blocks of the chunk), then ACTIVATION ── stage
     last ── DONE ─▶ stage
 
-Both ends know what is next, and take nothing else. A KEY_VALUE is one layer of one block as it lies in a pool.
+Both ends know the next message, and take no other. A KEY_VALUE is one layer of one block as it lies in a pool.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from halfmoon.store.channels.inbox import MessageRefused
 from halfmoon.workers.attention.tensors import DTYPES, bytes_of
 from halfmoon.workers.model.attention.kernel import Tensor
 
-#: A stage that says nothing, or takes nothing, for so long is lost; a cached layer's fetch may take as long.
+#: A stage that sends nothing, or takes nothing, for longer is lost; a cached layer's fetch may take this long.
 STAGE_S_MAX = 60.0
 #: Of a plan: tokens of the longest prompts, and some more.
 PLAN_BYTES_MAX = 64 << 20

@@ -1,4 +1,4 @@
-"""Stages of an order of a prefill worker, and what is the same for all its orders."""
+"""Stages of an order of a prefill worker, and the rules that are the same for all its orders."""
 
 from __future__ import annotations
 

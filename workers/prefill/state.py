@@ -1,4 +1,4 @@
-"""The state machine of a prefill worker: `on` hears an event and returns what is to be done.
+"""The state machine of a prefill worker: `on` takes an event and returns actions.
 
 Pure: no clock, no I/O, no threads, no model. The shell (`halfmoon.workers.prefill.worker`) obeys the actions in
 their order and feeds back one event for each way that an action can end; a simulated world does the same.
@@ -12,7 +12,7 @@ compute. Rules:
 - A part of another worker's prompt (`stage_job`) has its turn in the same queue. All workers hear of orders in one
   order, so the oldest one of all that are open has, or gets, its turn at each of its workers: none waits for ever.
 - EndOrder is the last action of every order (DropStage, of a part). Until then the order is listed in heartbeats.
-- What is heard of an order that has ended, or that its stage does not wait for, changes nothing.
+- An event of an order that has ended, or that its stage does not wait for, changes nothing.
 
 Source: Mooncake (FAST'25), section 5.2 (layer-wise prefill) and figure 4; dask.distributed's
 `worker_state_machine` (stimulus in, instructions out).
@@ -172,7 +172,7 @@ class PrefillState:
         self._settle(job)
 
     def _stop(self, out: list[Action]) -> None:
-        """Nothing is answered any more; what computes is told to stop, and is not waited for."""
+        """Answer nothing any more; stop the computation that runs, and do not wait for it."""
         self.stopped = True
         for job in list(self.jobs.values()):
             job.cancel(out)

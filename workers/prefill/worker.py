@@ -1,7 +1,7 @@
 """The prefill worker: computes the KV of prompts and streams it, layer by layer, to the decode node.
 
-The shell of `PrefillState`: it obeys the machine's actions in their order, and tells it how each one ended. What is
-to be done, and when, is decided there; here are the bus, the store, the compute thread and the clock.
+The shell of `PrefillState`: it obeys the machine's actions in their order, and feeds it an event when each one ends.
+The machine decides; here are the bus, the store, the compute thread and the clock.
 
 Source: Mooncake (FAST'25), section 5.2 (layer-wise prefill) and figure 4.
 """
@@ -89,7 +89,7 @@ class PrefillWorker(PromptWorker):
             stream_layers=not config.no_stream_layers,
         )
         await self.prepare_prompts()
-        #: Of the order that has the turn: the logits of its last prompt token, and what is to be told of the others.
+        #: Of the order that has the turn: the logits of its last prompt token, and the scores of its other tokens.
         self._logits: object = None
         self._scores: PromptScores | None = None
         self._kept = KeptPrompts()
@@ -270,7 +270,8 @@ class PrefillWorker(PromptWorker):
     def _begin_stage(self, action: ComputeStage) -> None:
         from halfmoon.workers.prefill.stage_computation import StageComputation
 
-        assert self._stages is not None, action  # nobody was told that it listens
+        # Without a listener no order of another worker's prompt comes.
+        assert self._stages is not None, action
         computation = StageComputation(
             action, engine=self.engine, layout=self.config.layout, listener=self._stages
         )

@@ -1,10 +1,10 @@
 """Exact mode's attention: the canonical split, whose bits do not depend on where a sequence's KV lies.
 
 Attention of a row is always the merge, in order, of the states over fixed segments of the tokens before it, and last
-the state over the row's own chunk (in decode: its own token). A state is computed alone, whoever computes it: here,
-or a worker elsewhere that holds the segment. So a sequence may be spread over any number of places, in whole
-segments, and its logits keep their bits. The own chunk stands apart because its keys come later than its query
-(Lamina, arXiv 2405.01814, section 4.2.2): attention to what is cached need not wait for them.
+the state over the row's own chunk (in decode: its own token). A state is computed alone, here or at a worker elsewhere
+that holds the segment. So a sequence may be spread over any number of places, in whole segments, and its logits keep
+their bits. The own chunk stands apart because its keys come later than its query (Lamina, arXiv 2405.01814, section
+4.2.2): attention to cached tokens need not wait for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ExactPlan(Plan):
 
 
 class Elsewhere(Protocol):
-    """The segments of a batch that are not in this cache (AWAY in its tables), and who attends to them.
+    """The segments of a batch that are not in this cache (AWAY in its tables), and attention to them.
 
     Rows are queries of one sequence each (decode), or all of the same one (a chunk of a prompt).
     """
@@ -53,7 +53,7 @@ class PartsElsewhere(Elsewhere, Protocol):
 
 
 class CacheElsewhere(ABC):
-    """The whole KVCache of a group of rows in decode, and who attends to it. Their blocks here are none."""
+    """The whole KVCache of a group of rows in decode, and attention to it. The rows have no blocks here."""
 
     @abstractmethod
     def ask(self, layer: int, q: Tensor) -> None:

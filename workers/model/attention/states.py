@@ -45,9 +45,9 @@ def merge(a: Partial, b: Partial) -> Partial:
 class StateStack:
     """States of the same rows over disjoint keys, one upon the other in the order in which they merge.
 
-    `out` is f32 `[parts, rows, heads, head_dim]`, `lse` f32 `[parts, rows, heads]`. Whoever attends writes its
-    part there. A place where nobody writes stays neutral, so rows may have fewer parts than others: the bits of a row
-    do not depend on the rows beside it.
+    `out` is f32 `[parts, rows, heads, head_dim]`, `lse` f32 `[parts, rows, heads]`. Each attention writes its part
+    there. A part that is not written stays neutral, so rows may have fewer parts than others: the bits of a row do not
+    depend on the rows beside it.
     """
 
     def __init__(self, parts: int, rows: int, heads: int, head_dim: int, device: torch.device) -> None:

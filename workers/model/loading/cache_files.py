@@ -1,7 +1,7 @@
-"""The per-user cache folder: what can be computed again, and is only kept to save time.
+"""The per-user cache folder: files that can be computed again, and are only kept to save time.
 
-A file appears whole or not at all (written beside, then renamed). Nothing here is trusted: who reads a file
-checks it.
+A file appears whole or not at all (written beside, then renamed). Nothing here is trusted: the reader of a file checks
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds a model, says what it is (config, fingerprint), and loads its weights under our own names.
+"""Finds a model, describes it (config, fingerprint), and loads its weights under our own names.
 
 A model is named by a built-in name, the path of a `.gguf` file, or a Hugging Face directory. Only
 `load_model` imports torch: the frontend asks for config and fingerprint alone.

@@ -3,8 +3,8 @@
 The header is parsed here rather than by the gguf library's reader, which takes two seconds for the vocabulary
 of a small model, and trusts what it reads.
 
-Rules: no count, length or offset of the file is used before it is known to lie inside of the file and below a bound;
-what is refused is named by its field or tensor.
+Rules: no count, length or offset of the file is used before it is known to lie inside of the file and below a bound; a
+refusal names the field or tensor.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -64,7 +64,7 @@ class GgufHeader:
 
 
 class _Cursor:
-    """Reads forward; `field` says what is being read, for errors."""
+    """Reads forward; `field` is the name of the value that is being read, for errors."""
 
     def __init__(self, buffer: mmap.mmap) -> None:
         self.buffer, self.at, self.field = buffer, 0, "header"

@@ -1,7 +1,7 @@
 """Dequantised weights as safetensors in the cache folder, so that the second start takes half a second.
 
-Rules: one process parses and the others wait for it; a file that is cut short or altered (its digest says so)
-is parsed again; a folder that cannot be written costs time, not correctness.
+Rules: one process parses and the others wait for it; a file that is cut short or altered (by its digest) is parsed
+again; a folder that cannot be written costs time, not correctness.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def gguf_name(name: str) -> str:
 
 
 def check_gguf(file: GgufFile, config: ModelConfig) -> None:
-    """Raises `ModelUnsupported` for a tensor that is missing or has another shape than the metadata says,
+    """Raises `ModelUnsupported` for a tensor that is missing or has another shape than in the metadata,
     `ModelNotComputed` for one that the engine does not compute with.
     """
     with in_file(file.path):
@@ -93,7 +93,7 @@ def check_gguf(file: GgufFile, config: ModelConfig) -> None:
 
 
 def check_huggingface(files: Sequence[Path], config: ModelConfig) -> None:
-    """Raises `ModelUnsupported` for a tensor that is missing, or has another shape than config.json says or a dtype
+    """Raises `ModelUnsupported` for a tensor that is missing, or has another shape than by config.json or a dtype
     that is no float; `ModelNotComputed` for one that the engine does not compute with; `ModelBroken` for a file that is
     no safetensors, and for a tensor that two files hold.
     """

@@ -28,7 +28,7 @@ SECONDS_MAX = 2.0
 
 _SECONDS_A_CHARACTER = 2e-6
 _GIVEN_MAX = 1 << 30
-#: All that Jinja, and Python under it, raise for what a template says.
+#: All errors that Jinja, and Python under it, raise for the text of a template.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError, TemplateRefusal, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError,
     NameError, NotImplementedError, RuntimeError, SyntaxError, TypeError, ValueError,
@@ -42,7 +42,7 @@ class ChatTemplateError(Exception):
 
 
 class ChatTemplateSlow(ChatTemplateError):
-    """The template took longer than the caller said."""
+    """The template took longer than the caller's limit."""
 
 
 class ChatTemplate:

@@ -96,7 +96,7 @@ def _cpu_seconds(built: tokenizers.Tokenizer, sample: str) -> float:
 
 @contextlib.contextmanager
 def quiet_panics() -> Iterator[None]:
-    """Holds back what the library's panics write to file descriptor 2: the error of one line says the same.
+    """Holds back the library's panic messages on file descriptor 2: the error has the same in one line.
 
     For a process that loads its model and does nothing else yet: the descriptor belongs to the whole process.
     """

@@ -1,7 +1,7 @@
 """Where a model's directory keeps its chat templates, which may be several by name, and the tokens that they name.
 
-As transformers reads them: files of their own come before `tokenizer_config.json`. What a processor's JSON says is
-taken where there is nothing else.
+As transformers reads them: files of their own come before `tokenizer_config.json`. A processor's JSON counts where
+there is nothing else.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _WIDTH_MAX = 1000
 
 
 def width_of(value: Any) -> int:
-    """An argument that says how wide a result is to be."""
+    """An argument that is the width of a result."""
     if isinstance(value, int) and abs(value) > _WIDTH_MAX:
         raise TemplateLimit(f"the chat template asks for a width of more than {_WIDTH_MAX}")
     return int(value) if isinstance(value, int | float) else 0

@@ -23,7 +23,7 @@ INTEGER_BITS_MAX = 4096
 
 
 class TemplateLimit(Exception):
-    """The template did more than one may; the text says of what."""
+    """The template exceeded a limit; the text names it."""
 
 
 class TemplateSlow(TemplateLimit):
@@ -73,7 +73,7 @@ class Meter:
         return value
 
     def picked(self, value: Any) -> Any:
-        """`value`, charged; what is inside of it was there before."""
+        """`value`, charged by the number of its items only; the items were charged before."""
         sized = isinstance(value, list | tuple | dict | set)
         self.charge(ITEM_CHARACTERS * len(value) if sized else self.size(value))
         return value

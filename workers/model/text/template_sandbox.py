@@ -1,13 +1,13 @@
-"""Jinja with a meter: a template that loops, grows or recurses without end is stopped, and the reason is said.
+"""Jinja with a meter: a template that loops, grows or recurses without end is stopped, with the reason.
 
 Templates come with models, from anywhere, and are rendered for every chat. Jinja's own sandbox keeps them from the
 process's objects; it bounds neither time nor memory. Here every iteration, call, filter, literal and operation goes
-through a :class:`Meter`, which counts it and its result. So no value can grow large, and what works on values that are
-not large comes back to the meter soon: that is why time can be bounded without killing a thread.
+through a :class:`Meter`, which counts it and its result. So no value can grow large, and an operation on values that
+are not large comes back to the meter soon: that is why time can be bounded without killing a thread.
 
-Rules: whatever makes a value is charged for it *before* where its size can be known, else right after; a value inside
-of two others counts twice, as it would when it is written out. Filters are a list of our own: those whose cost can be
-foreseen. What reads other files is refused when the template is compiled.
+Rules: an operation is charged for its value *before* where the size can be known, else right after; a value inside of
+two others counts twice, as it would when it is written out. Filters are a list of our own: those whose cost can be
+foreseen. A statement that reads other files is refused when the template is compiled.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def _charged_join(pieces: Iterable[str]) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`: what the model wrote, marked for those who train. It renders its body.
+    """`{% generation %}…{% endgeneration %}`: the model's own text, marked for training. It renders its body.
 
-    As in transformers, what is set inside is not set behind it.
+    As in transformers, a variable that is set inside is not set behind it.
     """
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja declares it

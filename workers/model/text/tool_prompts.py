@@ -1,7 +1,7 @@
-"""Tools as a template takes them, and for what it does not know, in the tags that Hermes' models learned.
+"""Tools as a template takes them, and where it does not know them, in the tags that Hermes' models learned.
 
-A template that knows no tools has them told in the system message (in the user's first, where it takes none). One that
-writes no calls has earlier ones in their message's content, and results of tools as the user's.
+For a template that knows no tools they stand in the system message (in the user's first, where it takes none). For one
+that writes no calls, earlier calls stand in their message's content, and results of tools are the user's.
 """
 
 from __future__ import annotations
