@@ -88,7 +88,7 @@ class DirectClient(Client):
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
-        """As the library's; what is published while the connection is away leaves after the reconnect."""
+        """As the library's; a message that is published while the connection is away leaves after the reconnect."""
         if not self.send(subject, payload, reply, header_lines(headers)):
             await super().publish(subject, payload, reply, headers)
 
@@ -104,7 +104,7 @@ class DirectClient(Client):
         handler = self._raw_handlers.get(sid)
         try:
             if handler is None:
-                # The library decodes subjects and headers, and says of neither that it is malformed.
+                # The library decodes subjects and headers, and reports a malformed one by any error.
                 await super()._process_msg(sid, subject, reply, data, headers)  # type: ignore[arg-type]
                 return
             self.stats["in_msgs"] += 1

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 M = TypeVar("M")
 Handler = Callable[[Any], "Awaitable[None] | object"]
 
-#: Decisions whose copies are known as such; what is older than all that was forgotten counts as a copy.
+#: Decisions remembered for deduplication; anything older is treated as a duplicate.
 SEEN_MAX = 1024
 #: For closing a connection that was refused.
 CLOSE_S = 0.2
@@ -54,7 +54,7 @@ _FINAL = (ssl.SSLCertVerificationError, FileNotFoundError, PermissionError)
 
 
 class _Refused(Exception):
-    """The server's, or our own, final word on who the other is: trying again changes nothing."""
+    """One end does not accept the other's identity: trying again changes nothing."""
 
 
 class Bus:
@@ -144,7 +144,7 @@ class Bus:
         return bus
 
     async def close(self, *, flush_s: float = 2.0) -> None:
-        """Send what is pending, within `flush_s`, and close."""
+        """Send pending messages, within `flush_s`, and close."""
         if self.nc.is_closed:
             return
         if self.nc.is_connected:
@@ -245,7 +245,7 @@ class Bus:
                     return
 
     def _event(self, message: StreamMessage) -> Event | None:
-        """None: it is none, or not of the process that it says."""
+        """The message's event; None where it is malformed, or of another process than its subject's."""
         with contextlib.suppress(MessageInvalid):
             event: Event = decode(message.payload, Event)
             if said_by(message.subject, event):
@@ -393,11 +393,11 @@ class Bus:
     async def subscribe(
         self, subject: str, kind: Any, handler: Handler, *, queue: str = "", author: str = ""
     ) -> Subscription:
-        """`handler(message)` for each, in order; what is no `kind`, or another's word than its subject says, is
-        dropped and counted.
+        """`handler(message)` for each, in order; a message that is no `kind`, or of another author than its subject
+        names, is dropped and counted.
 
         It is called within the reading of the socket; if it is a coroutine function, each runs as a task. `author`:
-        the field that names who speaks, where that is the last name of the subject (of an event it is known).
+        the field with the author, where that is the last name of the subject (of an event it is known).
         """
         is_event = kind in EVENT_TYPES
 

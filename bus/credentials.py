@@ -1,6 +1,6 @@
 """Credentials of processes on NATS, as files: the seed of an nkey, which its owner alone may read.
 
-A server's configuration holds public keys only (`halfmoon.bus.permissions`), and proves nothing to who reads it.
+A server's configuration holds public keys only (`halfmoon.bus.permissions`): its readers gain no identity by it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from halfmoon.bus.credentials import private_directory, write_private
 from halfmoon.bus.errors import BusUnreachable
 
 _PR_SET_PDEATHSIG = 1
-#: A server that takes no connections after so long does not start. Reading large streams takes it a while.
+#: A server that takes no connections after this time does not start. Reading large streams takes it a while.
 START_S = 60.0
 #: Of the line that a server greets with.
 _INFO_BYTES_MAX = 1 << 16
@@ -53,7 +53,7 @@ def die_with_parent() -> None:
 
 
 _PORTS = range(10_000, 32_000)
-#: Ports tried at random before there is said to be none.
+#: Ports tried at random before the search fails.
 _PORT_DRAWS = 200
 #: Servers started at free ports, each of which somebody else took meanwhile, before that is an error.
 _STARTS = 5
@@ -107,7 +107,8 @@ class EmbeddedServer:
         """Start it and wait until it takes connections. Raises BusUnreachable, with the end of its log; PortTaken
         where that port has somebody.
         """
-        private_directory(directory)  # the streams, and what `extra_config` says of who may connect
+        # It holds the streams, and the credentials in `extra_config`.
+        private_directory(directory)
 
         def at(port: int) -> EmbeddedServer:
             return cls._start(directory, f"{host}:{port}", max_payload_bytes, extra_config)
@@ -149,8 +150,8 @@ class EmbeddedServer:
         self.process = _launch(self.directory)
 
     def wait(self) -> None:
-        """Until it takes connections. Raises BusUnreachable, with the end of its log; PortTaken where another server
-        or whoever else has its port.
+        """Wait until it takes connections. Raises BusUnreachable, with the end of its log; PortTaken where another
+        process has its port.
         """
         host, _, digits = self.url.removeprefix("nats://").rpartition(":")
         deadline = time.monotonic() + START_S
@@ -184,7 +185,8 @@ def _server_at(host: str, port: int) -> str:
         ):
             verb, _, told = file.readline(_INFO_BYTES_MAX).partition(b" ")
         return str(orjson.loads(told)["server_name"]) if verb == b"INFO" else ""
-    except (OSError, ValueError, KeyError, TypeError):  # the last three: whoever it is, it is no nats-server
+    except (OSError, ValueError, KeyError, TypeError):
+        # The last three: the process at that port is no nats-server.
         return ""
 
 

@@ -1,15 +1,15 @@
 """Permissions of each role on NATS, to publish and to hear: the text of `authorization` in a server's configuration.
 
-Every process has a name and an nkey of its own. It speaks under its own name only, hears only what
-is for it (orders, KV progress, tokens, answers), and calls only whom its role has to do with: a worker its
-own node's store agent, a frontend workers. Orders come from conductors alone. Streams are made by conductors;
-consumers, which can have the server send stored messages to any subject, by conductors and the operator. `halfmoon
-up` gives its processes the same: it is the supervisor beside them, who makes the streams and tells of deaths.
+Every process has a name and an nkey of its own. It publishes under its own name only, hears only its own messages
+(orders, KV progress, tokens, answers), and calls only its role's partners: a worker its own node's store agent, a
+frontend workers. Orders come from conductors alone. Streams are made by conductors; consumers, which can have the
+server send stored messages to any subject, by conductors and the operator. `halfmoon up` gives its processes the same:
+it is the supervisor beside them, which makes the streams and reports deaths.
 
-What NATS cannot see is whether a payload fits its subject: events are checked where they are read
-(`said_by`). What it does not keep anybody from: naming another's subject as the reply to a request. Processes
-answer at inboxes only, and frontends at those of clients (`halfmoon.bus.wire`); what the server itself answers
-comes where it was not asked for, and is dropped there because it does not decode.
+NATS cannot see whether a payload fits its subject: events are checked where they are read (`said_by`). Nor does it
+keep anybody from naming another's subject as the reply to a request. So processes answer at inboxes only, and frontends
+at those of clients (`halfmoon.bus.wire`); the server's own answers may come to a process that did not ask, and are
+dropped there because they do not decode.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def cluster_identities(
     elastic: bool = False,
     engines: int = 0,
 ) -> list[Identity]:
-    """Every process of a cluster with so many of each, an operator, a client, and a client of each tenant.
+    """Every process of a cluster with these counts, an operator, a client, and a client of each tenant.
 
-    `elastic`: a prefill worker may become a decode worker, and the reverse. `engines`: of others, each adapted.
+    `elastic`: a prefill worker may become a decode worker, and the reverse. `engines`: count of adapted engines.
     """
     found = [Identity(role="operator", name=subjects.OPERATOR), Identity(role="client", name="client")]
     found += [Identity(role="tenant", name=f"tenant-{tenant}", tenant=tenant) for tenant in tenants]
@@ -129,7 +129,7 @@ def cluster_identities(
 
 
 def authorization(identities: Sequence[Identity]) -> str:
-    """The block of nats-server's configuration: who is not in it gets no connection."""
+    """The block of nats-server's configuration: an identity that is not in it gets no connection."""
     users = "\n".join(
         f"    # {each.name}\n"
         f"    {{ nkey: {each.public_key}, permissions: "

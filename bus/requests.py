@@ -1,11 +1,11 @@
 """Requests over one inbox subscription: a counter and a future each, nothing more.
 
-A question is asked again each second, and at once after a reconnect, until it is answered or given up: with a
-server that dies its message is lost, or the answer's. Who serves knows a repeat by its inbox
-(`halfmoon.bus.serving`), so nothing is done twice.
+A question is asked again each second, and at once after a reconnect, until it is answered or given up: with a server
+that dies its message is lost, or the answer's. The responder knows a repeat by its inbox (`halfmoon.bus.serving`), so
+nothing is done twice.
 
-Source: what NATS clients call the new-style request; written here because two of them are in the way of every
-first token, and the client library's costs three times as much.
+Source: the new-style request of NATS clients; written here because two of them are in the way of every first token,
+and the client library's costs three times as much.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Question:
     payload: bytes
     answer: asyncio.Future[bytes | None]
     asked_at: float
-    #: "Nobody serves this" is not the end: who does is expected back.
+    #: The server's "no responders" is not the end: the responder is expected back.
     await_responder: bool
 
 
@@ -74,7 +74,7 @@ class Requests:
         return reply
 
     def ask_again(self, older_than_s: float = 0.0) -> None:
-        """All that is unanswered for so long, once more."""
+        """Ask every question again that has no answer after `older_than_s`."""
         now = time.monotonic()
         for inbox, question in self._waiting.items():
             if now - question.asked_at >= older_than_s and not question.answer.done():

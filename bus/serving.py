@@ -1,7 +1,7 @@
 """Serves each request exactly once; a repeat gets the cached reply.
 
 A repeat is known by its reply subject: an inbox of its own for each request (`halfmoon.bus.requests`). A request whose
-reply subject is no inbox is dropped: nobody would hear the answer, or somebody who did not ask.
+reply subject is no inbox is dropped: nobody would hear the answer, or a process that did not ask.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class ReplyCache:
 class Responder:
     """One served subject; `receive` is for `DirectClient.subscribe_raw`.
 
-    `spawn` runs what a coroutine function was asked, as a task; `invalid` is called for what is no `kind`, or
-    names in the field `author` another process than its subject ends with.
+    `spawn` runs the coroutine of an asynchronous handler, as a task; `invalid` is called for a message that is no
+    `kind`, or names in the field `author` another process than its subject ends with.
     """
 
     def __init__(

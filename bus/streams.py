@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 KEEP_S = 1.0
 #: More events than a log may have had since it was last looked at.
 LOG_GAP = 1_000_000_000
-#: Servers that find each other, and elect who leads, take a while.
+#: Servers that find each other, and elect a leader, take a while.
 CLUSTER_S = 30.0
 
 
@@ -51,11 +51,11 @@ class StreamLimits:
 
 
 class StreamKeeper:
-    """Makes the streams EVENTS, DECISIONS, KV and SNAPSHOTS where they are missing, now (`ensure`) and for as long
-    as it is asked to (`keep`); existing ones stay as the operator set them.
+    """Makes the streams EVENTS, DECISIONS, KV and SNAPSHOTS where they are missing, now (`ensure`) and until it is
+    cancelled (`keep`); existing ones stay as the operator set them.
 
     An event log that is made anew goes on counting far beyond the old one: a decision's identity begins with the
-    sequence of its cause, and who remembers those of the old log would take new ones for repeats.
+    sequence of its cause, and a process that remembers those of the old log would take new ones for repeats.
     """
 
     def __init__(self, nc: Client, limits: StreamLimits) -> None:
@@ -175,7 +175,7 @@ def stream_config(name: str, limits: StreamLimits) -> dict[str, Any]:
         "max_msgs_per_subject": 1 if snapshots else -1,
         "max_consumers": -1,
         "duplicate_window": min(limits.duplicate_window_ns, age_ns_max),
-        # What is said is said; only age and size end it. Old snapshots are purged by the conductors.
+        # A stored fact is never deleted; only age and size end it. Old snapshots are purged by the conductors.
         "deny_delete": True,
         "deny_purge": not snapshots,
     }

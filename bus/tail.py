@@ -24,7 +24,7 @@ from halfmoon.bus.errors import PeerUnreachable, StreamRefused
 from halfmoon.bus.jetstream import JetStream
 from halfmoon.bus.tasks import end_tasks
 
-#: How often the place in the stream is noted, which bounds what is read again.
+#: Period of noting the place in the stream, which bounds the messages that are read again.
 MARK_S = 5.0
 #: What was published before this has reached the stream, however busy the server is.
 SETTLE_S = 0.5
@@ -125,11 +125,11 @@ class StreamTail:
             self._mark = message.seq
 
     async def _keep_mark(self) -> None:
-        """Moves the mark to where the stream ended at the question before the last.
+        """Moves the mark to the stream's end by the answer before the last.
 
-        Everything up to there has been sent to us since. Of where it ends now that is certain only with one server:
+        Everything up to there has been sent to us since. For the newest answer that is certain only with one server:
         with three, an answer and a message come by different ways. An answer that comes after a loss, to a question
-        from before it, says nothing.
+        from before it, is of no use.
         """
         earlier = self._mark
         while True:

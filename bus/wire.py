@@ -1,7 +1,7 @@
 """The lines that a server sends, and the subjects that may be sent to it.
 
 nats-py splits a line at any white space, the server at blanks and tabs only: one reply subject with a form feed in it,
-which any client may name, would end the reading of whoever hears it. Here a line is split as the server wrote it.
+which any client may name, would end the reading of its receiver. Here a line is split as the server wrote it.
 
 Source: NATS' client protocol (docs.nats.io, "client protocol").
 """
@@ -27,7 +27,7 @@ _NO_MESSAGE = -1
 #: Tokens with neither white space nor control characters nor wildcards in them, parted by single dots.
 _SUBJECT = re.compile(r"[^\x00-\x20\x7f*>.]+(?:\.[^\x00-\x20\x7f*>.]+)*")
 SUBJECT_CHARACTERS_MAX = 1024
-#: What every NATS client's inboxes begin with, unless it is told otherwise; and those of our own processes.
+#: Default prefix of every NATS client's inboxes; and the prefixes of our own processes.
 CLIENT_INBOXES = ("_INBOX.",)
 PROCESS_INBOXES = (f"{subjects.INBOXES}.", *CLIENT_INBOXES)
 
@@ -45,10 +45,10 @@ def check_subject(subject: str) -> None:
 
 
 def reply_subject(reply: bytes | str, inboxes: tuple[str, ...] = PROCESS_INBOXES) -> str:
-    """Where a request may be answered: the reply subject that it came with, "" when there is none or it is no inbox.
+    """The request's reply subject, where it may be answered; "" when there is none or it is no inbox.
 
-    Who asks names this subject, and who answers publishes there with rights of its own: an answer to
-    `halfmoon.events.…` would be a word in the log. So nothing but an inbox is answered. `inboxes`: how they begin.
+    The asker names this subject, and the responder publishes there with rights of its own: an answer to
+    `halfmoon.events.…` would be an event in the log. So nothing but an inbox is answered. `inboxes`: their prefixes.
     """
     try:
         subject = reply if isinstance(reply, str) else reply.decode()

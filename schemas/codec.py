@@ -1,8 +1,8 @@
 """The one codec: orjson writes, a typed decoder reads.
 
-The decoder refuses wrong types, missing fields, numbers out of range and NaN, and says where (`$.field`).
-Unknown fields are ignored, so that a newer sender may add some. The encoder refuses what JSON cannot say (NaN,
-infinities, integers over 64 bits): orjson alone would write null for the first two, and the receiver would be blamed.
+The decoder refuses wrong types, missing fields, numbers out of range and NaN, and names the place (`$.field`). Unknown
+fields are ignored, so that a newer sender may add some. The encoder refuses values that JSON lacks (NaN, infinities,
+integers over 64 bits): orjson alone would write null for the first two, and the receiver would be blamed.
 """
 
 from __future__ import annotations

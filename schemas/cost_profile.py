@@ -60,7 +60,7 @@ class CostProfile(Part, frozen=True):
         )
 
     def linear_ns(self, groups: int, rows: int) -> int:
-        """Time of all but attention in one decode step of `rows` in so many groups."""
+        """Time of all but attention in one decode step of `rows` in `groups` groups."""
         return self.linear_group_ns * groups + self.linear_row_ns * rows
 
     def attention_ns(self, groups: int, rows: int, tokens: int) -> int:
@@ -72,7 +72,7 @@ class CostProfile(Part, frozen=True):
         )
 
     def channel_ns(self, trips: int, payload_bytes: int) -> int:
-        """Time of so many round trips over a channel, one after another, with so many bytes up and down in all."""
+        """Time of `trips` round trips over a channel, one after another, with `payload_bytes` up and down in all."""
         return self.channel_trip_ns * trips + self.channel_byte_ps * payload_bytes // 1_000
 
 
@@ -87,7 +87,7 @@ class StepElsewhere(NamedTuple):
     Source: Lamina (arXiv 2405.01814), section 4.3.
     """
 
-    #: Of who computes the model, and of who attends.
+    #: Costs of the worker that computes the model, and of the one that attends.
     cost: CostProfile
     place: CostProfile
     layers: int
@@ -101,7 +101,7 @@ class StepElsewhere(NamedTuple):
     payload_bytes: int
 
     def ns(self, groups: int) -> int:
-        """Time of the step in so many groups."""
+        """Time of the step in `groups` groups."""
         linear = self.cost.linear_ns(max(groups, self._least), self.rows)
         attention = self.place.attention_ns(groups, self.place_rows, self.place_tokens)
         channel = self.cost.channel_ns(self.layers, self.payload_bytes // groups)

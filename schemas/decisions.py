@@ -1,8 +1,8 @@
-"""Decisions: what the conductor orders, imperative, published on the DECISIONS stream.
+"""Decisions: the conductor's orders, imperative, published on the DECISIONS stream.
 
 A decision's identity is (sequence of the event that caused it, position among that event's decisions). Any number of
-conductors make the same ones; the stream drops the second copy by its message id, and receivers drop what is not newer
-than what they have done.
+conductors make the same ones; the stream drops the second copy by its message id, and receivers drop a decision that is
+not newer than the last one they obeyed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Fetch(Part, frozen=True):
 
 class LayerStage(Part, frozen=True):
     """One worker's part of a prompt that several prefill workers compute as a pipeline: `layers` of the model's, from
-    `first_layer` on. `addresses`: where it listens for who has the last part.
+    `first_layer` on. `addresses`: where it listens for the worker with the last part.
     """
 
     worker_id: Id
@@ -82,7 +82,7 @@ class StartPrefill(Message, frozen=True):
     local_blocks: Blocks = 0
     fetches: list[Fetch] = []
     predicted: Prediction = Prediction()
-    #: Who computes which layers, in order, the last of them this worker; []: it computes all of them.
+    #: Workers and their layers, in order, this worker last; []: it computes all layers.
     stages: list[LayerStage] = []
     #: With `stages`: tokens of the chunks that go from one to the next. 0: as the worker is set.
     chunk_tokens: Tokens = 0
@@ -90,7 +90,7 @@ class StartPrefill(Message, frozen=True):
 
 class StartStage(Message, frozen=True):
     """To a prefill worker: compute some layers of a prompt for `prefill_worker_id`, whose StartPrefill goes with it and
-    which sends what is needed over a channel. `StageFinished` answers, unless the order is cancelled.
+    which sends the inputs over a channel. `StageFinished` answers, unless the order is cancelled.
     """
 
     order_id: Id
@@ -123,9 +123,9 @@ class StartDecode(Message, frozen=True):
     #: 1 for the first placement of the request.
     placement: Count = 1
     predicted: Prediction = Prediction()
-    #: The node whose store agent tells of the KV; "", as in older logs: any is believed.
+    #: The node whose store agent announces the KV; "", as in older logs: any is believed.
     prefill_node_id: str = ""
-    #: Who holds the first segments of the prompt, in order; what follows them is the worker's own.
+    #: Parts with the first segments of the prompt, in order; the worker itself has the rest.
     loans: list[KvPart] = []
     #: The attention workers that hold its KV, each its heads or its segments; []: the worker itself does.
     cache: list[KvPart] = []
@@ -137,7 +137,7 @@ class StartDecode(Message, frozen=True):
 class StartMixed(Message, frozen=True):
     """To a mixed worker: compute the prompt and decode it, both here. It is an order's both halves.
 
-    PrefillFinished says that the prompt is computed, DecodeStarted that it decodes. One of PrefillFailed and
+    PrefillFinished reports that the prompt is computed, DecodeStarted that it decodes. One of PrefillFailed and
     RequestFinished answers.
     """
 
@@ -212,7 +212,7 @@ class RejectRequest(Message, frozen=True):
 
 
 class FailRequest(Message, frozen=True):
-    """To a frontend: accepted, but cannot be finished; the client is told why."""
+    """To a frontend: the request was accepted and cannot be finished; the client gets the reason."""
 
     request_id: Id
     frontend_id: Id

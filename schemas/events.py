@@ -59,7 +59,7 @@ class RoleWanted(Message, frozen=True):
     It is passed over where no worker of the role that it has would be left, or the worker may not.
     """
 
-    #: The worker; whose word it is, its subject says.
+    #: The worker; the event's author is in its subject.
     target_id: Id
     role: WorkerRole
 
@@ -108,12 +108,12 @@ class WorkerJoined(Message, frozen=True):
     lends: bool = False
     #: Decode: the KV of its sequences lies at attention workers, all of it.
     cache_elsewhere: bool = False
-    #: Attention: its cache has so many KV heads of each token, from this one on; 0: all heads.
+    #: Attention: its cache has `kv_heads` KV heads of each token, from this one on; 0: all heads.
     first_kv_head: KvHeads = 0
     kv_heads: KvHeads = 0
-    #: Roles that the process takes when it is told to (`ChangeRole`), its own among them; []: it keeps its own.
+    #: Roles that the process can take on a `ChangeRole`, its own among them; []: it keeps its own.
     may_become: list[WorkerRole] = []
-    #: Decode with `cache_elsewhere`: in so many groups its rows take turns; 0: as many as its profile says are best.
+    #: Decode with `cache_elsewhere`: groups of rows that take turns; 0: the number that is best by its profile.
     decode_groups: Count = 0
     #: Mixed: tokens of prompts and of answers that one iteration computes at most.
     token_budget: Tokens = 0
@@ -124,9 +124,9 @@ class WorkerJoined(Message, frozen=True):
 
 
 class PlaceWait(Part, frozen=True):
-    """How long a step waits for another worker that holds parts of its sequences, and what that was measured to take.
+    """The wait of a step for another worker that holds parts of its sequences, and the measured time of such parts.
 
-    Of the newest steps it is the one in the middle.
+    Median of the newest steps.
     """
 
     worker_id: Id
@@ -137,7 +137,7 @@ class PlaceWait(Part, frozen=True):
 class WorkerHeartbeat(Message, frozen=True):
     """Sent every `heartbeat_ns`. The step figures are means since the last one; 0 when no step was made.
 
-    `orders` and `obeyed_seq` are told together: an order that the worker must have had and does not list is lost.
+    `orders` and `obeyed_seq` belong together: an order that the worker must have had and does not list is lost.
     """
 
     worker_id: Id
@@ -149,16 +149,16 @@ class WorkerHeartbeat(Message, frozen=True):
     step_ns: Ns = 0
     step_sequences: Count = 0
     step_context_tokens: Count = 0
-    #: Orders that were taken and neither answered nor cancelled, and those of others of which it holds segments; None:
-    #: not told.
+    #: Orders that were taken and neither answered nor cancelled, and other workers' orders of which it holds segments;
+    #: None: not reported.
     orders: list[Id] | None = None
     #: Decode: those of `orders` that wait for KV or a first token, not for room.
     lacking: list[Id] = []
     #: `cause_seq` of the newest decision that the worker has obeyed, of whatever kind; 0: none yet.
     obeyed_seq: Seq = 0
-    #: Decode: of those who were asked for attention in several steps since the last heartbeat.
+    #: Decode: one for each place that was asked for attention in several steps since the last heartbeat.
     places: list[PlaceWait] = []
-    #: Decode with `cache_elsewhere`: in so many groups the rows of its newest step took turns; 0: no step yet.
+    #: Decode with `cache_elsewhere`: groups in which the rows of its newest step took turns; 0: no step yet.
     groups: Count = 0
 
 
@@ -171,7 +171,7 @@ class WorkerDraining(Message, frozen=True):
 
 
 class WorkerLeft(Message, frozen=True):
-    """The worker is gone: by its own word, or by its supervisor's who saw it die. `incarnation` "" means whichever."""
+    """The worker is gone: it left, or its supervisor saw it die. `incarnation` "" means any."""
 
     worker_id: Id
     incarnation: str = ""
@@ -270,7 +270,7 @@ class StoreInventory(_NodeBlocks, frozen=True, kw_only=True):
 
 
 class BlocksStored(_NodeBlocks, frozen=True):
-    """These blocks are committed on the node: whoever asks may read them."""
+    """These blocks are committed on the node: anybody may ask to read them."""
 
 
 class BlocksEvicted(_NodeBlocks, frozen=True):
@@ -347,7 +347,7 @@ class PrefillFinished(Message, frozen=True):
     fetch_ns: Ns = 0
     pushed_bytes: Bytes = 0
     push_ns: Ns = 0
-    #: Of the prompt as it was computed, cached ones included; 0, as in older logs: not said.
+    #: Tokens of the prompt as it was computed, cached ones included; 0, as in older logs: unknown.
     prompt_tokens: Tokens = 0
     #: Workers that computed it together, each some layers; 0, as in older logs: one did. Then, of `compute_ns`, what
     #: this one waited for the stage before its own.
@@ -356,8 +356,8 @@ class PrefillFinished(Message, frozen=True):
 
 
 class StageFinished(Message, frozen=True):
-    """The worker's part of a prompt that several compute is over, whatever became of it. Answers one `StartStage`; what
-    became of the order, says the worker that has the last part.
+    """The worker's part of a prompt that several compute is over, well or not. Answers one `StartStage`; the worker
+    with the last part answers the order.
     """
 
     order_id: Id
@@ -394,7 +394,7 @@ class DecodeStarted(Message, frozen=True):
 
 
 class DecodeRefused(Message, frozen=True):
-    """The worker's own check says that the SLO would be broken: the prefill was wasted. Answers one `StartDecode`."""
+    """By the worker's own check the SLO would be broken: the prefill was wasted. Answers one `StartDecode`."""
 
     order_id: Id
     request_id: Id

@@ -1,9 +1,8 @@
 """Block keys: a chain of 128-bit hashes over token ids.
 
 `key_i = xxh3_128(key_{i-1} || token ids of block i, little-endian u32)`. The root hashes all that makes KVCache
-interchangeable, and who may share it: model fingerprint, layout, dtype, the tenant's salt, the cluster's secret. So
-equal keys mean equal block *and* equal prefix, and a block of another tenant cannot be named. Only whole blocks have
-keys.
+interchangeable, and its owner: model fingerprint, layout, dtype, the tenant's salt, the cluster's secret. So equal keys
+mean equal block *and* equal prefix, and a block of another tenant cannot be named. Only whole blocks have keys.
 
 Source: Mooncake (FAST'25), section 4 (prefix-hashed block keys).
 """

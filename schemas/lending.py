@@ -1,4 +1,4 @@
-"""Parts of a sequence that other workers hold, and attend to: who has which, and how they are asked for.
+"""Parts of a sequence that other workers hold and attend to, and the requests to hold them.
 
 Only these few words go over NATS; queries and states go over a channel (`halfmoon.store.channels`).
 """
@@ -32,7 +32,7 @@ class KvPart(Part, frozen=True):
     first_segment: Blocks = 0
     #: Whole segments of the prompt; 0: the part grows, and has all tokens from `first_segment` on, new ones too.
     segments: Blocks = 0
-    #: The number under which the worker holds it; 0, as in all that is sent: it has not said yet that it does.
+    #: The number under which the worker holds it; 0, as in every message: the worker has not confirmed it yet.
     hold: Count = 0
 
     @property
@@ -40,7 +40,7 @@ class KvPart(Part, frozen=True):
         return not self.segments
 
     def heads(self, kv_heads: int) -> range:
-        """Its KV heads, of a model with so many."""
+        """Its KV heads, of a model with `kv_heads`."""
         first = self.first_kv_head or 0
         return range(first, first + (kv_heads if self.kv_heads is None else self.kv_heads))
 
@@ -64,7 +64,7 @@ class HoldRequest(Message, frozen=True):
     #: Keys of all blocks up to the last one wanted, from the sequence's first on.
     block_keys: BlockKeys
     tenant: Text = ""
-    #: Of a move: the blocks follow over a channel, and none is read from a pool; so many.
+    #: Of a move: `room_blocks` blocks follow over a channel, and none is read from a pool.
     plan_id: Text = ""
     room_blocks: Blocks = 0
     #: At an attention worker: the tokens from `first_block` on that there must be room for, beyond those blocks too,
@@ -80,7 +80,7 @@ class HoldRequest(Message, frozen=True):
 
 
 class HoldReply(Message, frozen=True):
-    """`refused` "": they are held under the number `hold`, and who asks for them connects to one of `addresses`."""
+    """`refused` "": the blocks are held under the number `hold`; the owner connects to one of `addresses`."""
 
     hold: Count = 0
     addresses: list[Text] = []

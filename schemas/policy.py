@@ -33,9 +33,9 @@ MixedChoice = Literal["predicted", "preferred", "never"]
 AdmissionName = Literal["predicted", "early", "late", "none"]
 #: What a copy of blocks costs: what blocks save on average, or what the displaced ones are seen to have saved.
 CopiesPrice = Literal["reuse", "displaced"]
-#: Who may join a group: every idle prefill worker, or so many that those who are busy on average find as many again.
+#: Workers that may join a group: every idle prefill worker, or idle ones beyond the number busy on average.
 GroupFrom = Literal["idle", "spare"]
-#: Whether the conductor changes roles of workers by load: never, or it says what it would change, or it does.
+#: Whether the conductor changes roles of workers by load: never, it only advises, or it does.
 ElasticMode = Literal["off", "advise", "on"]
 
 
@@ -77,57 +77,57 @@ class Policy(Part, frozen=True):
     link_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 2_000_000_000
     ssd_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 500_000_000
     link_latency_ns: Ns = 500_000
-    #: So many other holders are named with a fetch, to turn to when its source fails.
+    #: Number of other holders that are named with a fetch, to turn to when its source fails.
     fetch_replicas: Annotated[int, Meta(ge=0, le=16)] = 0
-    #: A prefix gets one more holder when so many transfers leave the one that has it (0: never).
+    #: A prefix gets one more holder when this many transfers leave its holder at once (0: never).
     hot_transfers: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     #: The log's time is its server's clock, which may be set. A step back by more than a heartbeat, or forward by more
     #: than this, is not time that passed. 0, as in older logs: it is, and after a step back time stands still.
     clock_step_ns_max: Ns = 0
-    #: Tell decode workers from which node KV comes, so that they believe no other; as in older logs: they are not told.
+    #: StartDecode names the node that KV comes from, so that the worker believes no other; False, as in older logs: no.
     sources_named: bool = False
     #: How often KV of running requests may move from decode workers without room to those with it, where decode workers
     #: lend; 0, as in older logs: never.
     move_period_ns: Ns = 0
-    #: A decode worker gives KV away from so much of its cache reserved on, and takes some below so much, in percent.
+    #: A decode worker gives KV away from this percentage of reserved cache on, and takes some below the second one.
     move_from_percent: Annotated[int, Meta(ge=1, le=1_000)] = 90
     move_to_percent: Annotated[int, Meta(ge=1, le=100)] = 70
-    #: So much of a lender's cache, in percent, a move leaves free.
+    #: Percentage of a lender's cache that a move leaves free.
     move_reserve_percent: Annotated[int, Meta(ge=0, le=100)] = 10
     #: Tokens that a worker sends during one decode step at most.
     move_step_tokens: Annotated[int, Meta(ge=1, le=65536)] = 32
     #: How a mixed worker is chosen over a prefill and a decode worker; older logs have no mixed workers.
     mixed_choice: MixedChoice = "predicted"
-    #: A move that its decode worker has not answered for so long is over; 0, as in older logs: it stays booked until
-    #: its order ends.
+    #: A move that its decode worker has not answered within this time is over; 0, as in older logs: it stays booked
+    #: until its order ends.
     move_answer_ns: Ns = 0
-    #: Who holds KV for others and takes so much of what its attention was measured to take, in percent, gets no new KV
-    #: while others have room; 0, as in older logs: it does. And for how long since this was seen last.
+    #: A holder slower than this percentage of its measured attention time gets no new KV while another has room; 0, as
+    #: in older logs: it does. And for how long after it was last seen to be slow.
     slow_place_percent: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     slow_place_ns: Ns = 30 * SECOND_NS
-    #: Prefill and decode workers that may change roles do so by load; as in older logs: when they are told to.
+    #: Prefill and decode workers that may change roles do so by load; "off", as in older logs: only by RoleWanted.
     elastic: ElasticMode = "off"
-    #: How often the load is looked at, and the arrivals of which time tell it.
+    #: Period of the planner, and the time whose arrivals count as load.
     elastic_period_ns: Ns = 1 * SECOND_NS
     elastic_window_ns: Ns = 15 * SECOND_NS
-    #: A pool gives a worker if it is so much emptier then than the other one was, in percent, for so long in a row.
+    #: A pool gives a worker if afterwards it is this percentage emptier than the other one was, for `elastic_hold_ns`.
     elastic_gain_percent: Annotated[int, Meta(ge=1, le=100)] = 10
     elastic_hold_ns: Ns = 2 * SECOND_NS
-    #: And where it is at least so full.
+    #: And where the pool that gets it is at least this full, in percent.
     elastic_from_percent: Annotated[int, Meta(ge=0, le=1_000)] = 60
-    #: From one change to the next at least; and so many under way at once.
+    #: Least time from one change to the next; and most changes at once.
     elastic_pause_ns: Ns = 1 * SECOND_NS
     elastic_changes_max: Annotated[int, Meta(ge=1, le=1_000)] = 1
-    #: Predictions of a worker are corrected by what so many of its last prefills and answers took of theirs; 0, as in
-    #: older logs: they are not.
+    #: Number of a worker's last prefills and answers whose measured times correct its predictions; 0, as in older logs:
+    #: they are not corrected.
     correction_window: Annotated[int, Meta(ge=0, le=1_000)] = 0
-    #: So many idle prefill workers compute one prompt together at most, each some layers; 1, as in older logs: each
-    #: computes its own alone. And what each further one must take off the time of computing it, in percent.
+    #: Most prefill workers that compute one prompt together, each some layers; 1, as in older logs: each computes its
+    #: own alone. And the percentage that each further one must take off the prompt's time.
     prefill_group: Annotated[int, Meta(ge=1, le=64)] = 1
     group_gain_percent: Annotated[int, Meta(ge=1, le=99)] = 10
     #: Which idle ones; in older logs: all.
     group_from: GroupFrom = "idle"
-    #: Conductors compare their states after every so many events.
+    #: Number of events after which conductors compare their states.
     digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
 
     def present(self) -> Policy:
@@ -135,12 +135,12 @@ class Policy(Part, frozen=True):
         return msgspec.structs.replace(self, copies_price="displaced", group_from="spare")
 
 
-#: A block of `Layout.opaque` is so many pages: 4 KiB to 390 MiB.
+#: Bytes of a page, and most pages of a block of `Layout.opaque`: 4 KiB to 390 MiB.
 OPAQUE_PAGE_BYTES, OPAQUE_PAGES_MAX = 4096, 100_000
 
 
 class Layout(Part, frozen=True):
-    """What all processes agree on about KV blocks: `[layers, 2, block_tokens, kv_heads, head_dim]` of dtype."""
+    """The shape of KV blocks, equal in all processes: `[layers, 2, block_tokens, kv_heads, head_dim]` of dtype."""
 
     model: str
     model_fingerprint: str
@@ -150,7 +150,7 @@ class Layout(Part, frozen=True):
     block_tokens: Annotated[int, Meta(ge=1, le=65536)]
     dtype: Literal["float32", "bfloat16", "float16", "none"]
     numerics: Literal["exact", "fast"] = "exact"
-    #: Exact attention is the merge of states over segments of so many tokens (0, as before there were any: it is one).
+    #: Exact attention is the merge of states over segments of this many tokens (0, as in older logs: over one segment).
     segment_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
 
     @classmethod

@@ -41,7 +41,7 @@ def unpack_logprobs(packed: bytes, top: int) -> Iterator[PromptLogprob]:
 
 
 def packed_bytes(prompt_tokens: int, top: int) -> int:
-    """The length of all rows of a prompt of so many tokens."""
+    """The length of all rows of a prompt of `prompt_tokens`."""
     return (prompt_tokens - 1) * _row(top).size
 
 

@@ -16,7 +16,7 @@ from halfmoon.schemas.contract.rights import ME, NODE, Rights
 WorkerRole = Literal["prefill", "decode", "attention", "mixed"]
 #: A worker's work: to compute prompts, to decode sequences in a batch, to hold KV of others' and attend to it.
 Duty = Literal["prompts", "batch", "holds"]
-#: Who is a member of the cluster: joins, beats and leaves by events.
+#: Roles of the cluster's members: processes that join, send heartbeats and leave by events.
 MemberRole = Literal[WorkerRole, "store", "frontend"]
 #: How a process is a member: by `WorkerJoined`, `StoreJoined`, `FrontendJoined`, or not at all.
 Membership = Literal["worker", "store", "frontend", "none"]
@@ -30,22 +30,22 @@ ELASTIC_ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleTraits:
-    """What a role is."""
+    """The traits of a role."""
 
     member: Membership
-    #: The cluster's secret names blocks and opens the data plane: who touches neither does not get it.
+    #: The cluster's secret names blocks and opens the data plane: a role that touches neither does not get it.
     has_secret: bool
-    #: A cluster drains in this order, which is the way of a request: nothing waits for what is gone already.
+    #: A cluster drains in this order, which is the way of a request: nothing waits for a process that is gone already.
     drain_rank: int
-    #: What it may say and hear on NATS.
+    #: Subjects that it may publish and hear on NATS.
     rights: Rights
     #: Module and name of its worker's class. It is imported where it runs: a process loads what its own role needs.
     worker: tuple[str, str] = ("", "")
     #: What its workers do. A rule asks for the duty, so it is right for a role that is added.
     duties: frozenset[Duty] = frozenset()
-    #: The longest requests that a worker's own cache holds at once, where no option says otherwise.
+    #: The longest requests that a worker's own cache holds at once, by default.
     contexts: int = 0
-    #: Workers of it that `halfmoon up` starts where no option says otherwise, and how many there must be.
+    #: Workers of it that `halfmoon up` starts by default, and the least number.
     nodes: int = 2
     nodes_min: int = 1
     #: It has a port of its own in any case, and serves its metrics there.

@@ -47,7 +47,7 @@ class Sampling(Part, frozen=True):
 
 
 class SampledToken(Part, frozen=True):
-    """One token, and what was asked to be told of how it was drawn."""
+    """One token, and the requested facts about its draw."""
 
     token_id: int
     logprob: float = 0.0

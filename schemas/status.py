@@ -39,15 +39,15 @@ class NodeStatus(Part, frozen=True):
     queue_ns: Ns = 0
     #: Workers: whether exact numerics hold on its CPU; "": not known, or not claimed.
     exact_numerics: ExactNumerics = ""
-    #: Workers: roles that they take when they are told to, their own among them; and the one that they are taking.
+    #: Workers: roles that they can take on a ChangeRole, their own among them; and the one that they are taking.
     may_become: list[WorkerRole] = []
     becomes: WorkerRole | Literal[""] = ""
     #: Workers that hold KV for others and are avoided for new: how long a step waits for them, and was measured to. 0:
     #: they are not.
     slow_wait_ns: Ns = 0
     slow_expected_ns: Ns = 0
-    #: Decode workers whose KV lies at attention workers: in so many groups the rows of the newest step took turns, and
-    #: how many of its orders have their KV split so.
+    #: Decode workers whose KV lies at attention workers: groups in which the rows of the newest step took turns, and
+    #: number of orders by the split of their KV.
     groups: Count = 0
     splits: dict[CacheSplit, Count] = {}
     #: Decode workers whose KV lies at attention workers: why these can hold none now, so that it decodes nothing new;
@@ -120,7 +120,7 @@ class ConductorStatus(Message, frozen=True):
     index_blocks: Blocks = 0
     requests_in_flight: Count = 0
     requests_parked: Count = 0
-    #: A request of so many tokens fits, prompt and answer together, however they are divided; 0: a pool has no worker.
+    #: The longest request that fits, prompt and answer together, however they are divided; 0: a pool has no worker.
     request_tokens_max: Tokens = 0
     counts: RequestCounts = RequestCounts()
     #: How long the oldest of its orders and events waits to be stored.

@@ -1,8 +1,7 @@
 """Control of the store agents, by request and reply on `halfmoon.store.<node_id>.<verb>`. Never bytes of blocks.
 
-The first half is spoken by a node's workers to their own agent (`halfmoon.store.agent_client` says it for them), the
-second between agents. Any request may be answered by a ProcessError; its codes are those of
-`halfmoon.store.errors`.
+The first half is spoken by a node's workers to their own agent (by way of `halfmoon.store.agent_client`), the second
+between agents. Any request may be answered by a ProcessError; its codes are those of `halfmoon.store.errors`.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class FetchBlocks(Message, frozen=True):
 
 class Fetched(Message, frozen=True):
     """`blocks` blocks are readable and committed here; `bytes` were moved, from the source or a replica. With `missing`
-    nothing was: nobody who was asked has more than the first `held` of them."""
+    nothing was: no node that was asked has more than the first `held` of them."""
 
     bytes: Bytes
     elapsed_ns: Ns
@@ -137,7 +136,7 @@ class CommitBlocks(Message, frozen=True):
 
 
 class OpenPush(Message, frozen=True):
-    """Verb `open_push`: reserve room for the order's blocks at the target and tell the decode worker
+    """Verb `open_push`: reserve room for the order's blocks at the target and notify the decode worker
     (`TransferOpened`)."""
 
     order_id: Id
@@ -157,7 +156,7 @@ class PushLayer(Part, frozen=True):
 
 
 class PushLayers(Message, frozen=True):
-    """Verb `push`; nobody waits for the answer, which says that it was heard."""
+    """Verb `push`; nobody waits for the answer, which is a receipt."""
 
     worker_id: Id
     pushes: list[PushLayer]
@@ -299,9 +298,9 @@ class RemoteMemory(Part, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """Verb `hello`, asked and answered with the same message: who I am and how my memory is reached.
+    """Verb `hello`, asked and answered with the same message: an agent's identity and the ways to its memory.
 
-    `proof`: HMAC-SHA256 of the fields under the cluster's secret; who cannot make it is not put on the allow list.
+    `proof`: HMAC-SHA256 of the fields under the cluster's secret; without it an agent is not put on the allow list.
     """
 
     node_id: Id
@@ -404,7 +403,7 @@ class DropBlocks(Message, frozen=True):
 class QueuePair(Message, frozen=True):
     """Verb `pair`, asked and answered alike: one end of an RDMA connection, for the other to connect its own to.
 
-    `region`: where the pool's segment is in this agent's memory, and `mailbox`: where this end is told something.
+    `region`: the pool's segment in this agent's memory, and `mailbox`: the memory for messages to this end.
     `proof`: HMAC-SHA256 of the fields under the cluster's secret.
     """
 

@@ -1,6 +1,6 @@
 """Every NATS subject and stream of halfmoon, in one place.
 
-Subjects name who sends (events) or who receives (decisions, KV), so that NATS permissions can be given per role
+Subjects name the sender (events) or the receiver (decisions, KV), so that NATS permissions can be given per role
 (`halfmoon.bus.permissions`).
 """
 
@@ -59,7 +59,7 @@ def event(source_id: str, kind: str) -> str:
 
 
 def events_of_kind(kind: str) -> str:
-    """Events of one class, whoever sent them."""
+    """Events of one class, of any author."""
     return f"{ROOT}.events.*.{kind}"
 
 
@@ -81,7 +81,7 @@ def placements_for(frontend_id: str) -> str:
 
 
 def kv(worker_id: str, kind: str, author_id: str) -> str:
-    """`author_id`: who sends it, the prefill worker (PrefillResult) or the node of a store agent (all else)."""
+    """`author_id`: the sender, a prefill worker (PrefillResult) or the node of a store agent (all else)."""
     return f"{ROOT}.kv.{worker_id}.{kind}.{author_id}"
 
 
@@ -100,22 +100,22 @@ def snapshot_of(seq: int) -> str:
 
 
 def take(frontend_id: str, worker_id: str) -> str:
-    """`worker_id`: who asks."""
+    """`worker_id`: the asker."""
     return f"{ROOT}.take.{frontend_id}.{worker_id}"
 
 
 def give(worker_id: str, frontend_id: str) -> str:
-    """`frontend_id`: who gives."""
+    """`frontend_id`: the giver."""
     return f"{ROOT}.give.{worker_id}.{frontend_id}"
 
 
 def tokens(frontend_id: str, worker_id: str) -> str:
-    """`worker_id`: who sampled them."""
+    """`worker_id`: the worker that sampled them."""
     return f"{ROOT}.tokens.{frontend_id}.{worker_id}"
 
 
 def resend(worker_id: str, frontend_id: str) -> str:
-    """`frontend_id`: who asks."""
+    """`frontend_id`: the asker."""
     return f"{ROOT}.resend.{worker_id}.{frontend_id}"
 
 

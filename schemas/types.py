@@ -1,7 +1,7 @@
 """The base of every message, and the field types that carry their own limits.
 
-Integers are nanoseconds, bytes, tokens or blocks, as the name of the field says. A field that can be wrong is
-typed so that the decoder refuses it; nothing is validated twice.
+Integers are nanoseconds, bytes, tokens or blocks, by the name of the field. A field that can be wrong is typed so that
+the decoder refuses it; nothing is validated twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INT_MAX = 2**63 - 1
 #: Name of a process, node, request or order: one token of a NATS subject.
 Id = Annotated[str, Meta(pattern=ID_PATTERN, description="letters, digits, - and _; at most 80")]
 Text = Annotated[str, Meta(max_length=512)]
-#: Whether exact numerics hold on a worker's CPU, by its own test; "": not tried, not told, or not claimed.
+#: Whether exact numerics hold on a worker's CPU, by its own test; "": not tried, not reported, or not claimed.
 ExactNumerics = Literal["", "held", "not_held"]
 Ns = Annotated[int, Meta(ge=0, le=INT_MAX, description="nanoseconds")]
 Bytes = Annotated[int, Meta(ge=0, le=INT_MAX, description="bytes")]
@@ -65,7 +65,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def option(description: str, metavar: str = "", **bounds: Any) -> Meta:
-    """What is declared beside the type of a process's option: its help, the word for its value there, and the bounds of
+    """The declaration beside the type of a process's option: its help, the word for its value there, and the bounds of
     `Meta`.
     """
     return Meta(description=description, extra={"metavar": metavar} if metavar else None, **bounds)

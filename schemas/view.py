@@ -25,7 +25,7 @@ class ViewRequest(Message, frozen=True):
     """To all conductors: how is the cluster? `conductor_id` answers in full, the others that they are there."""
 
     conductor_id: str = ""
-    #: Events up to this one are known to who asks.
+    #: The asker knows events up to this one.
     after_seq: Seq = 0
 
 
@@ -39,7 +39,7 @@ class TierUse(Part, frozen=True):
 
 
 class WorkerLoad(Part, frozen=True):
-    """What is predicted of a worker, in thousandths of the SLO: first token (prefill), between tokens (decode)."""
+    """A worker's prediction, in thousandths of the SLO: first token (prefill), time between tokens (decode)."""
 
     worker_id: Id
     load: Count

@@ -3,8 +3,8 @@
 1. A request's head and body have deadlines, and so has a client that does not read its answer.
 2. Connections have a cap, for all and for one address. Beyond it the one that has been waiting longest for its next
    request makes room. When every other one is being served, a new one gets reserved room: there only urgent paths
-   (health, metrics) are answered, and all else is told to come again.
-3. What is no HTTP is refused in the API's form, and in one line of the log, of which there are few.
+   (health, metrics) are answered, and all others get an answer to come again.
+3. Bytes that are no HTTP are refused in the API's form, and in one line of the log, of which there are few.
 
 A server of Python's threads, or aiohttp's own `web.Application`, would need the same: neither has any of the three.
 """
@@ -86,9 +86,9 @@ class HttpLimits:
 
 
 class HttpServer:
-    """`start` listens, `stop` closes. `handler` answers; what it raises as ApiError is sent as `error_body` writes it.
+    """`start` listens, `stop` closes. `handler` answers; an ApiError that it raises is sent as `error_body` writes it.
 
-    `urgent`: paths that are answered in the reserved room too. `on_refusal` is told the status of what is refused here.
+    `urgent`: paths that are answered in the reserved room too. `on_refusal` gets the status of each refusal made here.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class HttpServer:
     def misunderstood(
         self, error: HttpProcessingError, status: int, message: str, remote: str
     ) -> web.Response:
-        """The answer to what is no HTTP."""
+        """The answer to bytes that are no HTTP."""
         if isinstance(error, LineTooLong):
             status, message = (
                 431,
@@ -208,7 +208,7 @@ async def read_body(request: web.BaseRequest, limits: HttpLimits) -> bytes:
         web.RequestPayloadError,
         ValueError,
     ) as problem:
-        # Chunks, or what is packed, are not what they say.
+        # Malformed chunks, or a body that does not unpack.
         message = f"the body cannot be read: {_first_line(problem)}"
         raise ApiError(400, message, code="bad_body") from None
 
@@ -220,7 +220,7 @@ def client_request_id(request: web.BaseRequest) -> str:
 
 
 def _first_line(problem: BaseException | str) -> str:
-    """Short and printable. What a parser says shows the client's bytes after its first line."""
+    """Short and printable. A parser's message has the client's bytes after its first line."""
     return re.sub(r"[^\x20-\x7e]", "?", str(problem).strip().partition("\n")[0])[:200]
 
 
@@ -253,7 +253,7 @@ class _Server(web.Server):
 
 
 class _Request(web.BaseRequest):
-    """Its answers, refusals and streams too, have the headers that the server is told to add."""
+    """Its answers, refusals and streams too, have the server's own headers."""
 
     owner: HttpServer
 
@@ -345,7 +345,8 @@ class Connection(web.RequestHandler):
         self.force_close()
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        if not isinstance(kw.get("exc_info"), web.RequestPayloadError):  # what is left of a refused body
+        # The rest of a refused body is no error of ours.
+        if not isinstance(kw.get("exc_info"), web.RequestPayloadError):
             super().log_exception(*args, **kw)
 
     def handle_error(
@@ -368,7 +369,7 @@ class Connection(web.RequestHandler):
 
 
 class _Room:
-    """Who is connected, and who makes room."""
+    """The open connections, and the choice of the one that makes room."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits

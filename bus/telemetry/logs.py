@@ -1,4 +1,4 @@
-"""Bounds on what a process writes about itself, whoever provokes it."""
+"""A bound on the lines that a process writes to its log, however they are provoked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class RateLimit(logging.Filter):
-    """Lets `burst` lines through at once and then one each `every_s`; the next line says how many were left out."""
+    """Lets `burst` lines through at once and then one each `every_s`; the next line has the number left out."""
 
     def __init__(self, *, burst: int, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
-"""How any process shows its metrics to Prometheus, and what all of them show: who it is, its CPU and memory,
-its bus.
+"""A process's metrics for Prometheus, and those that all processes have: identity, CPU, memory, bus.
 
-Own names are `halfmoon_...`. A registry belongs to one process object, not to the module. What changes often
-is counted in plain integers (`Times`, counters of the parts themselves) and read when somebody asks, so that
-it costs the hot path next to nothing.
+Own names are `halfmoon_...`. A registry belongs to one process object, not to the module. Figures that change often are
+plain integers (`Times`, counters of the parts themselves), read when Prometheus asks, so that they cost the hot path
+next to nothing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """OpenTelemetry spans of one process: off unless an OTLP endpoint is named; then one trace from client to
 last token.
 
-A span is told afterwards, with its beginning and end (ns of the wall clock), under a parent that is a W3C
-traceparent: so nothing has to be carried through the code but that text, and it is "" where there is nothing
-to trace. OpenTelemetry is imported only when it is switched on. Spans leave by a thread of its own; when the
-endpoint does not take them they are dropped, which is said once.
+A span is reported afterwards, with its beginning and end (ns of the wall clock), under a parent that is a W3C
+traceparent: so nothing has to be carried through the code but that text, and it is "" where there is nothing to trace.
+OpenTelemetry is imported only when it is switched on. Spans leave by a thread of its own; when the endpoint does not
+take them they are dropped, with one line in the log.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class TracingImpossible(Exception):
-    """It was asked for, and cannot be; the text says why."""
+    """Tracing was asked for and is impossible; the text has the reason."""
 
 
 def checked_traceparent(text: str) -> str:
@@ -66,7 +66,7 @@ class Tracing:
     def begin(
         self, name: str, parent: str, begin_ns: int, attributes: Mapping[str, Value], *, server: bool = False
     ) -> OpenSpan | None:
-        """A span whose children are told before its end. `server`: it answers a client. None: not sampled."""
+        """A span whose children are reported before its end. `server`: it answers a client. None: not sampled."""
         from opentelemetry.trace import SpanKind
 
         kind = SpanKind.SERVER if server else SpanKind.INTERNAL
@@ -152,7 +152,7 @@ def start(*, role: str, process_id: str, cluster: str, endpoint: str = "") -> Tr
         raise TracingImpossible(f"OTEL_EXPORTER_OTLP_PROTOCOL {protocol}: only http/protobuf is spoken here")
 
     class Exporter(OTLPSpanExporter):
-        """Says once that spans are lost, and once that they are not any more."""
+        """Logs once that spans are lost, and once that they are taken again."""
 
         lost = False
 
@@ -164,7 +164,7 @@ def start(*, role: str, process_id: str, cluster: str, endpoint: str = "") -> Tr
                 log.warning("tracing: %s %s", self._endpoint, how)
             return result
 
-    # It says the same for every batch, with a traceback.
+    # It logs the same for every batch, with a traceback.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": f"halfmoon-{role}"}
     about = {**named, "service.namespace": cluster, "service.instance.id": process_id, "halfmoon.role": role}

@@ -1,4 +1,4 @@
-"""The version of what is installed."""
+"""The version of the installed package."""
 
 from __future__ import annotations
 

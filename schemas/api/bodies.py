@@ -51,7 +51,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """What the client wants; what is absent is by the cluster's policy."""
+    """The client's objectives; an absent one is the cluster's policy's."""
 
     ttft_ms: Milliseconds | None = None
     tbt_ms: Milliseconds | None = None

@@ -48,7 +48,7 @@ class ApiError(Exception):
         self.kind = _TYPES.get(status, "server_error")
         self.param = param
         self.code = code
-        #: When to try again; 0: not said.
+        #: When to try again; 0: unknown.
         self.retry_after_ns = retry_after_ns
         #: More fields of the error object (a rejection's prediction).
         self.extra: dict[str, Any] = {}
@@ -65,9 +65,9 @@ class ApiError(Exception):
         return orjson.dumps({"error": error})
 
     def retry_headers(self) -> dict[str, str]:
-        """`retry-after` in whole seconds (at least 1) and `retry-after-ms`; empty when there is nothing to say.
+        """`retry-after` in whole seconds (at least 1) and `retry-after-ms`; empty when no time is known.
 
-        `x-should-retry`, which OpenAI's clients obey: a 429 without a time says the same to whoever comes again.
+        `x-should-retry`, which OpenAI's clients obey, is false for a 429 without a time: a retry would get the same.
         """
         if not self.retry_after_ns:
             return {"x-should-retry": "false"} if self.status == 429 else {}

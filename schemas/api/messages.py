@@ -222,7 +222,7 @@ def _choice(choice: MessagesChoice) -> Any:
 
 
 def _turn(where: str, turn: MessageTurn) -> list[ChatMessage]:
-    """A chat's turns: of results one each, then what else the user says; an assistant's is one."""
+    """A chat's turns: each result is one, then the user's other text; an assistant's turn is one."""
     if isinstance(turn.content, str):
         return [ChatMessage(turn.role, turn.content)]
     texts: list[MessageBlock] = []
@@ -251,9 +251,9 @@ def _turn(where: str, turn: MessageTurn) -> list[ChatMessage]:
 
 
 def _arguments(given: dict[str, Any]) -> str:
-    """A call's, with the spaces that models put into JSON: so an earlier answer is most often the text that it was.
+    """A call's arguments, with the spaces that models put into JSON: so an earlier answer mostly has its text again.
 
-    Text that was no object is told under no name (a call that was cut): it is that text again.
+    Text that was no object (a call that was cut) stands under the name "": it is that text again.
     """
     match given:
         case {"": str(text)} if len(given) == 1:

@@ -59,7 +59,7 @@ class ApiRequest:
     rendering: ChatRendering = ChatRendering()
     #: Put around a text what the model puts around every one.
     add_special_tokens: bool = True
-    #: Keep so many of the prompt's last tokens; -1: as many as the context holds; None: all.
+    #: Number of the prompt's last tokens to keep; -1: as many as the context holds; None: all.
     truncate_prompt_tokens: int | None = None
     #: Completions: further prompts, which are answered by choices of their own.
     more_prompts: tuple[str | list[int], ...] = ()
@@ -70,7 +70,7 @@ class ApiRequest:
     #: Nothing else is; a token is drawn all the same, as in vLLM, and not shown.
     echo_only: bool = False
     model: str
-    #: None: as many as the frontend gives when nothing is said.
+    #: None: the frontend's default.
     max_tokens: int | None
     sampling: Sampling
     #: Of `MODEL_DEFAULTS` those that the request does not say: the model's makers may have.
@@ -269,7 +269,7 @@ NOT_SUPPORTED: dict[str, Callable[[Any], bool]] = {
 
 
 def special_tokens_in_chat() -> ApiError:
-    """For whoever asks a chat to be put between a text's own tokens."""
+    """The refusal of `add_special_tokens` in a chat."""
     return _not_supported("add_special_tokens", " in chats: the template has them")
 
 
@@ -365,7 +365,8 @@ def _sampling(body: GeneratingFields, *, chat: bool) -> Sampling:
     elif body.top_logprobs:
         logprobs = body.top_logprobs
     prompt_logprobs = body.prompt_logprobs
-    if prompt_logprobs is None:  # as vLLM: what is echoed has what the answer's tokens have
+    # As in vLLM: an echoed prompt has log probabilities where the answer has them.
+    if prompt_logprobs is None:
         prompt_logprobs = logprobs if body.echo and not chat else -1
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,

@@ -111,7 +111,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
-    #: But for log probabilities these are of items that no answer here has, and of thoughts, which are always told.
+    #: Beside log probabilities these name items that no answer here has, and thoughts, which every answer has.
     include: Annotated[list[Name], Meta(max_length=64)] | None = None
     top_logprobs: int | None = None
 
@@ -159,7 +159,7 @@ def read_responses(body: ResponsesBody) -> ApiRequest:
             cache_salt=body.cache_salt,
             tenant=body.tenant,
             slo=body.slo,
-            # As `truncation` says: what does not fit is cut from the prompt's begin.
+            # By `truncation` a prompt that does not fit is cut at its begin.
             truncate_prompt_tokens=-1 if body.truncation == "auto" else None,
         )
     )

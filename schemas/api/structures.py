@@ -1,5 +1,5 @@
-"""What a request says its answer must look like: OpenAI's `response_format`, vLLM's `structured_outputs`, and the names
-that vLLM had for these before (`guided_json` and so on). One of them, and one kind.
+"""The structure that a request demands of its answer: OpenAI's `response_format`, vLLM's `structured_outputs`, and the
+names that vLLM had for these before (`guided_json` and so on). One of them, and one kind.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _structures(body: GeneratingFields) -> Iterator[Structure]:
 
 
 def _vllm(outputs: StructuredOutputs) -> Iterator[Structure]:
-    """Raises ApiError for what is not there, and for none at all."""
+    """Raises ApiError for a kind that is not supported, and for no kind at all."""
     if outputs.structural_tag is not None:
         param = "structured_outputs.structural_tag"
         raise ApiError(400, f"{param} is not supported", param=param, code="unsupported")

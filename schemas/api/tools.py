@@ -1,4 +1,4 @@
-"""How a chat's tools are used: told to the model, and called by its own choice or by a grammar."""
+"""The use of a chat's tools: shown to the model, and called by its own choice or by a grammar."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ def names_itself(subject: str, message: Message, field: str) -> bool:
 
 
 def said_by(subject: str, event: Event) -> bool:
-    """Whether the event is what its subject says, by the process that its subject names.
+    """Whether the event is of its subject's kind, and of the process that its subject names.
 
-    NATS checks who publishes on a subject, and nothing of the payload: so this is what keeps one process from
-    speaking for another.
+    NATS checks the publisher of a subject, and nothing of the payload: this check keeps one process from speaking for
+    another.
     """
     source_id, _, kind = subject.removeprefix(_EVENTS).partition(".")
     if kind != type(event).__name__:
@@ -35,7 +35,7 @@ def said_by(subject: str, event: Event) -> bool:
 
 
 def kv_author(subject: str, message: KvMessage) -> str:
-    """Who sent KV progress, as NATS checked it; "" where the message is not of the kind that its subject says."""
+    """The author of KV progress, as NATS checked it; "" where the message is not of its subject's kind."""
     parts = subject.split(".")
     kind, author_id = parts[-2:] if len(parts) == _KV_PARTS else ("", "")
     return author_id if kind == type(message).__name__ else ""

@@ -204,7 +204,7 @@ _PROCESSES: tuple[Channel, ...] = (
     ),
 )
 
-#: Verb of a store agent, what is asked, what is answered (None: published, not answered).
+#: Verb of a store agent, its request, its answer (None: published, not answered).
 _STORE_VERBS: tuple[tuple[str, type[Message], type[Message] | None], ...] = (
     ("attach", store.Attach, store.Attached),
     ("open_put", store.OpenPut, store.PutOpened),

@@ -16,9 +16,9 @@ ME, NODE, TENANT = "{me}", "{node}", "{tenant}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rights:
-    """All that a process of one role may say and hear."""
+    """All subjects that a process of one role may publish and hear."""
 
-    #: Kinds of events that it says, in the name of `author`.
+    #: Kinds of events that it publishes, in the name of `author`.
     events: tuple[str, ...] = ()
     author: str = ME
     #: Subjects that it may publish to beside its events, and those that it may subscribe to.
@@ -67,7 +67,7 @@ INBOX = f"{subjects.inbox(ME)}.>"
 #: Answers to any process, and to any client.
 ANSWERS = f"{subjects.INBOXES}.>"
 CLIENT_INBOXES = "_INBOX.>"
-#: What clients ask, and how they find who answers.
+#: Clients' requests, and their search for a responder.
 CLIENT_ASKS = (f"{subjects.API}.*", "$SRV.>")
 
 WORKER_EVENTS = ("WorkerJoined", "WorkerHeartbeat", "WorkerDraining", "WorkerLeft")
