@@ -44,7 +44,7 @@ def make_authority(key_file: Path, certificate_file: Path) -> None:
 def make_certificate(
     host: str, key_file: Path, certificate_file: Path, *, authority_key: Path, authority: Path
 ) -> None:
-    """For a server of that host name or address, and for whoever reaches it as localhost.
+    """Make a certificate for a server of that host name or address, and for its clients at localhost.
 
     Raises OSError; ValueError when the authority's files are broken.
     """

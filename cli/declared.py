@@ -71,7 +71,7 @@ def default_of(field: FieldInfo) -> Any:
 
 
 def type_of(field: FieldInfo) -> tuple[Any, Meta]:
-    """A field's type, and what is declared beside it."""
+    """A field's type, and the declaration beside it."""
     if get_origin(field.type) is Annotated:
         kind, *metas = get_args(field.type)
         return kind, metas[-1]

@@ -87,7 +87,7 @@ async def _bus(args: argparse.Namespace) -> AsyncIterator[Bus]:
 def _progress(args: argparse.Namespace) -> Any:
     if args.json or not sys.stderr.isatty():
         return None
-    # The cursor stays at the start of the line, so that what is printed next replaces it.
+    # The cursor stays at the start of the line, so that the next line replaces it.
     return lambda seq, last: print(f"\x1b[K{seq:,} of {last:,} events\r", end="", file=sys.stderr, flush=True)
 
 

@@ -74,7 +74,7 @@ def _main(argv: Sequence[str] | None) -> None:
     commands = {each.name: subparsers.add_parser(each.name, help=each.help) for each in COMMANDS}
     refused_status = 1
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    # asyncio says it once for every TLS connection that a server or we close, and it means nothing.
+    # asyncio logs it for every TLS connection that a server or we close, and it means nothing.
     logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())
     # nats-py imports them for addresses that begin with ws:// and for streams, which takes longer than all else of
     # `halfmoon status`.
@@ -82,7 +82,8 @@ def _main(argv: Sequence[str] | None) -> None:
     try:
         args = parse(parser, commands, arguments, lambda name: module_of(name).add(commands[name]))
         set_logging(args)
-        if args.command in ROLES:  # who starts it again and again is to know that this mends nothing
+        # A supervisor must know that starting the process again mends nothing.
+        if args.command in ROLES:
             refused_status = os.EX_CONFIG
         sys.exit(_run(module_of(args.command).run(args)))
     except ModuleNotFoundError as problem:

@@ -33,9 +33,7 @@ async def shown(
     registry: CollectorRegistry,
     refresh: Callable[[], Awaitable[None]] | None = None,
 ) -> AsyncIterator[None]:
-    """Within it `registry` is served, if `--metrics` says where. Raises OptionInvalid when the port cannot be
-    had.
-    """
+    """Within it `registry` is served, if `--metrics` names a port. Raises OptionInvalid when the port is not free."""
     if not args.metrics:
         yield
         return
@@ -66,10 +64,10 @@ class Targets:
         self._groups: list[dict[str, object]] = []
 
     def flags(self, role: ProcessRole) -> list[str]:
-        """For the command of the next process, whatever its environment says; a frontend has metrics at its
-        own port.
+        """Flags for the command of the next process, which override its environment; a frontend has metrics at its own
+        port.
 
-        Raises OptionInvalid when the port cannot be had.
+        Raises OptionInvalid when the port is not free.
         """
         if not self._base or ROLES[role].metrics_at_own_port:
             return ["--metrics", ""]

@@ -159,7 +159,7 @@ def _masks(model: str, vocab: int) -> GrammarMasks:
 
 
 def build_attention(args: argparse.Namespace, layout: Layout, *, kv_blocks: int, kv_heads: int) -> Any:
-    """A cache of so many KV heads and the attention operator: no weights are read."""
+    """A cache of `kv_heads` KV heads and the attention operator: no weights are read."""
     import torch
 
     from halfmoon.workers.model.attention.engine import AttentionEngine
@@ -229,7 +229,9 @@ def measure_profile(engine: Any, layout: Layout) -> CostProfile:
 def profile_check(
     engine: Any, profile: CostProfile, say: Callable[[str], None], *, steps: bool
 ) -> ProfileCheck:
-    """Doubts the kept profile for the next start when what the worker computes says so. `steps`: they are its own."""
+    """Doubts the kept profile for the next start when the worker's measured times differ. `steps`: it makes steps
+    itself.
+    """
     from halfmoon.workers.profiler import profile_key
 
     def doubted(why: str) -> None:
@@ -249,7 +251,7 @@ def measure_attention(engine: Any) -> CostProfile:
 
 
 def exact_numerics(engine: Any, layout: Layout) -> tuple[ExactNumerics, str]:
-    """Whether exact numerics hold on this CPU, and one line that says what does not.
+    """Whether exact numerics hold on this CPU, and one line that names the differing ways.
 
     ("", "") where none are claimed, or the cache is too small to try.
     """

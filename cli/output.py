@@ -1,4 +1,4 @@
-"""Words to the person who started the process, and what its log looks like."""
+"""Messages to the user at the terminal, and the form of the log."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def check(workers: list[NodeStatus], worker_id: str, role: WorkerRole) -> None:
-    """Raises OptionInvalid, which says why the worker cannot take the role."""
+    """Raises OptionInvalid, with the reason, when the worker cannot take the role."""
     known = {worker.id: worker for worker in workers}
     if worker_id not in known:
         raise OptionInvalid(

@@ -1,12 +1,12 @@
 """`halfmoon secrets DIR`: certificates, NATS credentials with each role's permissions, and the cluster's
 secret.
 
-One directory for each container that is to see it: `nats-0`, ... (configuration and certificate of a server),
-and for each role its processes' nkeys, `ROLE/NAME.nk`, beside the authority's certificate `ca.pem` and, where
-blocks are named or moved, the cluster's `secret`. Servers hold public keys only. CURVE keys are on no disk: a
-store agent makes them when it starts and vouches for them with the cluster's secret.
+One directory for each container that is to see it: `nats-0`, ... (configuration and certificate of a server), and for
+each role its processes' nkeys, `ROLE/NAME.nk`, beside the authority's certificate `ca.pem` and, where blocks are named
+or moved, the cluster's `secret`. Servers hold public keys only. CURVE keys are on no disk: a store agent makes them
+when it starts and vouches for them with the cluster's secret.
 
-What is there already stays, so that it may run at every start; an empty directory is a new cluster.
+Existing files stay, so that the command may run at every start; an empty directory is a new cluster.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ def check_endpoint(args: argparse.Namespace) -> None:
 
 
 def start_tracing(args: argparse.Namespace, role: str, process_id: str) -> Tracing | None:
-    """None where nothing asks for it. Asked for by the option, it must be possible: raises OptionInvalid. A
-    variable of the environment may be meant for others: then it is said, and the process goes on without."""
+    """None where nothing asks for tracing. Asked for by the option, it must be possible: raises OptionInvalid. A
+    variable of the environment may be meant for others: then a line reports it, and the process goes on without."""
     check_endpoint(args)
     try:
         return start(role=role, process_id=process_id, cluster=args.cluster, endpoint=args.otlp)

@@ -145,7 +145,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def count_nodes(args: argparse.Namespace) -> None:
-    """Each role's nodes where no option says: with mixed workers there need be no others. Raises OptionInvalid."""
+    """Set each role's default number of nodes: with mixed workers there need be no others. Raises OptionInvalid."""
     whole = bool(args.mixed or args.adapt_vllm)
     for role in WORKER_ROLES:
         pair = role in ELASTIC_ROLES

@@ -21,7 +21,7 @@ from halfmoon.schemas.events import ClusterConfigured
 
 log = logging.getLogger(__name__)
 
-#: While reading the log, give other tasks a turn after so many events.
+#: While the log is read, other tasks get a turn after this many events.
 TURN_EVENTS = 256
 
 
@@ -50,7 +50,7 @@ async def check_gap(bus: Bus, read_seq: int) -> None:
 async def usable_snapshot(bus: Bus, *, before: int | None = None, checked: bool = False) -> Core | None:
     """The newest snapshot from which the log leads on; with `before`, of earlier than that event.
 
-    What is of another version, or broken, is passed over with a word; what is of a log that was deleted,
+    A snapshot of another version, or a broken one, is passed over with a line in the log; one of a deleted log is
     removed.
     """
     heads = await snapshots.heads(bus)
@@ -96,8 +96,7 @@ async def digest_at(bus: Bus, seq: int) -> str | None:
 
 
 async def leading_snapshot(bus: Bus) -> tuple[int, bytes] | None:
-    """Sequence and bytes of the oldest snapshot from which what is left of the log leads on: most can be
-    replayed.
+    """Sequence and bytes of the oldest snapshot from which the rest of the log leads on: most can be replayed.
 
     None when there is none that can be read.
     """

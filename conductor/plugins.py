@@ -35,7 +35,7 @@ _installed: dict[str, Plugin] = {}
 class Plugin(msgspec.Struct, frozen=True, kw_only=True):
     """A policy of another package. Its measures are pure functions of a candidate, in whole numbers.
 
-    Equal names and versions choose alike, for ever: a log is replayed by them. Who changes a choice changes `version`.
+    Equal names and versions choose alike, for ever: a log is replayed by them. A changed choice needs a new `version`.
     """
 
     name: str
@@ -135,7 +135,7 @@ def _guarded(title: str, measure: CandidateMeasure[C]) -> CandidateMeasure[C]:
             number = number_of(candidate)
         except Exception as raised:  # it is anybody's code
             return _no_number(title, measure.words, type(raised).__name__, one_line(raised))
-        # A float differs from machine to machine, and what is no number orders nothing.
+        # A float differs from machine to machine, and a value that is no number orders nothing.
         if type(number) is int:
             return number
         return _no_number(title, measure.words, f"{type(number).__name__}, no int", "")

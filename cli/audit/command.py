@@ -114,7 +114,7 @@ async def compare(
 
 
 def told(verdicts: list[AuditedBlock], *, known: int, as_json: bool) -> int:
-    """Says it; the exit status."""
+    """Print the verdicts; the exit status."""
     counts = Counter(verdict.result for verdict in verdicts)
     wrong = [verdict for verdict in verdicts if verdict.result == "wrong"]
     if as_json:

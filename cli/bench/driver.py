@@ -1,9 +1,8 @@
-"""Sends planned requests at their times, or as places get free, and keeps what became of each.
+"""Sends planned requests at their times, or as places get free, and keeps a record of each.
 
-A request's latency counts from when it should have been sent: one that waits here because the generator is
-late, or because so many as may be are in flight, waits at the cluster's expense, not outside the measurement
-(no coordinated omission). In a closed loop a request is due when a place gets free, so there the cluster sets
-the pace.
+A request's latency counts from the moment when it was due: one that waits here because the generator is late, or
+because `concurrency` requests are in flight, waits at the cluster's expense, not outside the measurement (no
+coordinated omission). In a closed loop a request is due when a place gets free, so there the cluster sets the pace.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Limits:
     #: Counted requests; the first `warmup` of all are sent and not counted.
     requests: int = 0
     warmup: int = 0
-    #: From the first counted request on nothing is sent after so long.
+    #: Time from the first counted request on, after which nothing is sent.
     duration_s: float = 0.0
     #: An answer that is not whole by then has failed.
     timeout_s: float = 300.0
@@ -42,7 +41,7 @@ class Driver:
 
     def __init__(self, target: Target, texts: Texts, plan: Iterator[Planned], limits: Limits) -> None:
         self.records: list[Record] = []
-        #: Nothing more is sent, and what is in flight is left as it is.
+        #: Nothing more is sent, and requests in flight are left as they are.
         self.stopped = asyncio.Event()
         self._target = target
         self._texts = texts

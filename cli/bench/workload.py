@@ -176,7 +176,7 @@ def fitting_scale(arrivals: Sequence[Arrival], context: int) -> int:
 
 
 def traced(arrivals: Sequence[Arrival], *, scale: int, speed: float, context: int) -> Iterator[Planned]:
-    """The trace's requests, `speed` times as fast; what is still too long at `scale` is cut at its end."""
+    """The trace's requests, `speed` times as fast; a prompt that is still too long at `scale` is cut at its end."""
     block, first_ns = TRACE_BLOCK_TOKENS // scale, arrivals[0].at_ns
     for number, arrival in enumerate(arrivals):
         prompt, output = _scaled(arrival, scale)

@@ -16,7 +16,7 @@ from halfmoon.cli.client.api_client import ApiClient, ApiFailure, add_tenant, ap
 from halfmoon.cli.client.generate import add_sampling, sampling_body, show
 from halfmoon.cli.options import add_bus, add_config
 
-#: Of an answer, where nothing else is said: a small model may never come to an end by itself.
+#: Default limit of an answer: a small model may never come to an end by itself.
 CHAT_TOKENS = 1024
 
 

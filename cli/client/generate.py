@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Options of `generate` and `chat`; what is not given is left to the frontend."""
+    """Options of `generate` and `chat`; an absent one is left to the frontend."""
     group = parser.add_argument_group("generation")
     group.add_argument("--max-tokens", type=int, metavar="N")
     group.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")

@@ -22,7 +22,7 @@ def credentials_of(directory: Path) -> Path:
 
 
 def make_credentials(args: argparse.Namespace, directory: Path) -> str:
-    """Make them for the processes of `args`; what the server's configuration says of them."""
+    """Make credentials for the processes of `args`; the part of the server's configuration about them."""
     identities = cluster_identities(
         conductors=args.conductors,
         frontends=1,

@@ -1,7 +1,7 @@
 """The flags that `halfmoon up` gives its processes.
 
-What it was told reaches every process whose command has that option. So nothing is lost on the way, and a new option of
-a process needs no line here.
+An option of `up` reaches every process whose command has that option. So nothing is lost on the way, and a new option
+of a process needs no line here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PORT_MAX = 65535
 SECRETS = ("nats_user", "nats_password", "nats_token")
 #: Flags that `up` decides on for each process, or for itself.
 _UNSAID = frozenset((*SECRETS, "config", "metrics", "health_file"))
-#: Of each node: the first has what the option says, each further one the next.
+#: Ports of each node: the first has the option's, each further one the next.
 _PORTS = frozenset(("data_port", "channel_port"))
 _ADDRESSES = frozenset(("kv_events", "kv_events_replay"))
 
@@ -29,9 +29,9 @@ _ADDRESSES = frozenset(("kv_events", "kv_events_replay"))
 def process_flags(
     args: argparse.Namespace, command: str, own: Mapping[str, Any], *, node_number: int = 0
 ) -> list[str]:
-    """Flags of one process, by its command's parser: `own` by name, and else what `args`, of `up`, has of that name.
+    """Flags of one process, by its command's parser: `own` by name, and else `up`'s value of that name, in `args`.
 
-    Defaults are said too, since the process's environment may say something else. Raises OptionInvalid.
+    Defaults are given too, since the process's environment may have other values. Raises OptionInvalid.
     """
     flags: list[str] = []
     for action in parser_of(command)._actions:

@@ -47,12 +47,12 @@ MODULES = (
     "halfmoon.workers.worker",
     "uvloop",
 )
-#: A worker waits so long for the process between it and `halfmoon up` to be gone.
+#: Longest wait of a worker for the process between it and `halfmoon up` to be gone.
 ADOPTED_S_MAX = 10.0
 
 
 def load(args: argparse.Namespace) -> None:
-    """All that workers have in common."""
+    """Load the modules and the model that all workers have in common."""
     import msgspec
 
     from halfmoon.cli import model as models
@@ -60,7 +60,8 @@ def load(args: argparse.Namespace) -> None:
 
     layout = msgspec.json.decode(Path(args.layout_file).read_bytes(), type=Layout)
     for name in MODULES:
-        with contextlib.suppress(ModuleNotFoundError):  # the worker says it, where it needs it
+        # A worker that needs the module reports its absence itself.
+        with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     models.preload_model(args, layout, [form == "query-first" for form in args.form])
     # Counts of references are written all the time: memory that the collector goes over would not stay shared.

@@ -24,7 +24,7 @@ from halfmoon.bus.embedded import die_with_parent
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET = 1
 _ANSWER_BYTES_MAX = 4096
-#: A worker's command is shown in this room, by `ps` and to whoever looks for it.
+#: Room for a worker's command, which `ps` shows.
 _WORDS_ROOM = "." * 8192
 
 
@@ -150,7 +150,7 @@ class ForkServer:
                 raise
 
     async def _answer(self, over: asyncio.Future[None]) -> int:
-        """The worker's process id. Who is killed before it has answered leaves an output that nobody writes to."""
+        """The worker's process id. A worker that is killed before its answer leaves an output that nobody writes to."""
         loop, readable = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._channel, readable.set)
         waiting: asyncio.Future[Any] = loop.create_task(readable.wait())
@@ -173,7 +173,7 @@ class ForkServer:
         return pid
 
     def close(self) -> None:
-        """Ends it; what it forked goes on. Whoever waits for a fork has ForkServerLost."""
+        """Ends the server; its forks go on. A caller that waits for a fork gets ForkServerLost."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()

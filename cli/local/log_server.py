@@ -32,7 +32,7 @@ LOOK_S = 0.1
 PAUSE_S_MAX = 1.0
 #: Between two looks at whether it stores, and for an answer to that.
 ASK_S = 1.0
-#: Heartbeats are stored every second: nothing new for so long, and it does not store.
+#: Heartbeats are stored every second: with nothing new for this time the server does not store.
 UNSTORED_S = 10.0
 #: It is not started again for this reason before it had this time to prove itself.
 TRIAL_S = 20.0
@@ -41,7 +41,7 @@ FULL_BYTES = 1 << 20
 
 
 async def begin_log(bus: Bus, policy: Policy) -> None:
-    """Appends its first event, which says `policy`, where there is none. Raises OptionInvalid for a log that cannot be
+    """Appends the log's first event, with `policy`, where there is none. Raises OptionInvalid for a log that cannot be
     read, and BusError.
     """
     try:
@@ -109,7 +109,7 @@ class LogServer:
             if unstored_s > UNSTORED_S and not self._told_unstored:
                 self._say(f"nats-server has stored nothing for {unstored_s:.0f} s; new requests are refused")
             self._told_unstored = unstored_s > UNSTORED_S
-            # Which streams failed while the disk was full is not told: those that nobody writes to now fail later.
+            # The server does not report the streams that failed while the disk was full; unused ones fail later.
             if free_bytes > max(FULL_BYTES, self._free_bytes_min) and (
                 self._was_full or (self._told_unstored and time.monotonic() - self._started_at > TRIAL_S)
             ):

@@ -22,7 +22,7 @@ class OutputLog:
         self._bytes = self._output.tell()
 
     def write(self, line: str) -> None:
-        """One line. It is lost where the disk is full: whoever is watched goes on."""
+        """Write one line. It is lost where the disk is full: the watched process goes on."""
         try:
             if self._bytes >= FILE_BYTES_MAX:
                 self._begin_another()

@@ -84,7 +84,7 @@ def _layout(args: argparse.Namespace) -> Layout:
 
 
 async def _answers(args: argparse.Namespace, api: EngineApi, stop: asyncio.Event, *, first: bool) -> bool:
-    """Returns when the engine answers; False: the adapter was told to stop. Raises OptionInvalid: it never did."""
+    """Returns when the engine answers; False: the adapter was stopped first. Raises OptionInvalid: it never did."""
     from halfmoon.workers.adapters.engine_api import EngineAway
 
     until, said = time.monotonic() + args.engine_wait_s, False

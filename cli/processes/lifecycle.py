@@ -1,4 +1,4 @@
-"""The life of any process of the cluster: it connects, says that it is well, and ends when it is told to."""
+"""The life of any process of the cluster: it connects, reports that it is well, and ends on a signal."""
 
 from __future__ import annotations
 

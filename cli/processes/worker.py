@@ -117,7 +117,7 @@ async def run(args: argparse.Namespace) -> int:
 async def _serve(
     args: argparse.Namespace, role: WorkerRole, engine: Any, config: WorkerConfig, stop: asyncio.Event
 ) -> WorkerRole | None:
-    """The worker's life in one role; the role that it is to take next, None: it was told to stop.
+    """The worker's life in one role; its next role, None: it was stopped.
 
     A connection and a store client of its own for each role, so that nothing of one is heard in the other.
     """
@@ -164,7 +164,7 @@ def roles_of(args: argparse.Namespace, role: WorkerRole, *, elsewhere: bool) -> 
 
 
 def class_of(role: WorkerRole) -> type[Worker]:
-    """As the role's record says. Its module is imported."""
+    """The class in the role's record. Its module is imported."""
     module, name = ROLES[role].worker
     kind: type[Worker] = getattr(importlib.import_module(module), name)
     return kind
@@ -186,7 +186,7 @@ def _engine(
 
 
 def _kv_blocks(role: WorkerRole, layout: Layout, context: int, *, elsewhere: bool) -> int:
-    """Blocks of the worker's own cache where no option says otherwise."""
+    """Default number of blocks of the worker's own cache."""
     if layout.layers == 0:
         return 1 << 16
     if elsewhere:
@@ -195,7 +195,7 @@ def _kv_blocks(role: WorkerRole, layout: Layout, context: int, *, elsewhere: boo
 
 
 def _tried(engine: Any, layout: Layout, who: str) -> ExactNumerics:
-    """Whether exact numerics hold here; where they do not, it is said."""
+    """Whether exact numerics hold here; where they do not, a line reports it."""
     held, warning = models.exact_numerics(engine, layout)
     if warning:
         say(f"{who}: {warning}")

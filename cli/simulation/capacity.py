@@ -40,7 +40,8 @@ def outcomes_of(
     with interruptible():
         report = simulated(args, arrivals, speed=speed, outcomes=outcomes, **options)
     if not report.complete:
-        raise KeyboardInterrupt  # half a run says nothing about the whole
+        # Half a run is no measure of the whole.
+        raise KeyboardInterrupt
     return outcomes
 
 

@@ -11,7 +11,8 @@ from halfmoon.cli.simulation.checkout import papers
 def add(parser: argparse.ArgumentParser) -> None:
     if (command := papers("command")) is not None:
         command.add(parser)
-    else:  # what was asked for is refused by `run`, which says where it is
+    else:
+        # `run` refuses, and names the place of the experiments.
         parser.add_argument("names", nargs="*", metavar="NAME")
 
 

@@ -27,7 +27,7 @@ from halfmoon.schemas.policy import AdmissionName, CopiesPrice, Policy, PolicyNa
 from halfmoon.workers.options import PREFILL_GROUP_MAX
 
 DEFAULT_TRACE = "benchmarks/traces/conversation_trace.jsonl.zst"
-#: Objectives of who names none.
+#: Default objectives.
 TTFT_MS, TBT_MS = 30_000, 1_000
 
 
@@ -238,7 +238,7 @@ def table(report: SimulationReport) -> str:
 
 
 def as_text(report: SimulationReport, shape: str, rows: Sequence[tuple[str, str]]) -> str:
-    """`rows`, names and texts, below a line that says what was simulated on workers of this `shape`."""
+    """`rows`, names and texts, below a line on the simulated cluster of workers of this `shape`."""
     lines = [] if report.complete else ["INTERRUPTED: what had happened until then"]
     lines.append(
         f"{report.system} ({report.policy}, admission {report.admission}), {shape}, {report.profile}, "

@@ -1,6 +1,6 @@
-"""Agreement of conductors: which had which state after which event, and which is to stop. No clock, no I/O.
+"""Agreement of conductors: their states after each compared event, and the conductor that must stop. No clock, no I/O.
 
-After every `Policy.digest_events` events each conductor says the digest of its state. Where they differ:
+After every `Policy.digest_events` events each conductor publishes the digest of its state. Where they differ:
 
 - a conductor whose digest fewer share than another one's stops deciding (2 against 1: the one);
 - in a tie (1 against 1) each reads the log again into a fresh core; a conductor that does not get its own digest is
@@ -22,13 +22,13 @@ POINTS_MAX = 16
 class Verdict(Enum):
     """About this conductor's state at one place of the log."""
 
-    #: Nobody says otherwise.
+    #: No conductor differs.
     AGREED = "agreed"
-    #: Some do, fewer than those who agree with us.
+    #: Fewer differ than agree with us.
     MAJORITY = "majority"
-    #: As many as agree with us.
+    #: As many differ as agree with us.
     TIE = "tie"
-    #: More than agree with us.
+    #: More share another digest than ours.
     MINORITY = "minority"
 
 
@@ -48,7 +48,7 @@ class Agreement:
             self._own.popitem(last=False)
 
     def heard(self, event: StateDigested) -> bool:
-        """Note what a conductor says. True when it is known to differ from ours."""
+        """Note a conductor's digest. True when it is known to differ from ours."""
         voices = self._said.setdefault(event.at_seq, {})
         voices[event.conductor_id, event.incarnation, event.code_version] = event.digest
         while len(self._said) > POINTS_MAX:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 #: How long the others have to say theirs before a difference is judged.
 VOTE_S = 0.5
-#: One snapshot for so many digests, and how many snapshots stay.
+#: Digests from one snapshot to the next, and the number of snapshots that stay.
 SNAPSHOT_DIGESTS = 2
 SNAPSHOTS_KEPT = 3
 SETTLE_S = 30.0
@@ -82,7 +82,8 @@ class DigestExchange:
 
     async def _judge(self, at_seq: int) -> None:
         await asyncio.sleep(VOTE_S)
-        self._judging.discard(at_seq)  # who speaks later makes us judge again
+        # A digest that comes later is judged anew.
+        self._judging.discard(at_seq)
         agreement = self._agreement
         verdict = agreement.verdict(at_seq)
         differ = f"the conductors' states differ after event {at_seq}: {agreement.describe(at_seq)}"

@@ -144,7 +144,7 @@ def _corrected(worker_id: str, role: WorkerRole, permille: int, neighbours: int)
 
 
 def group_line(c: Candidate) -> str:
-    """Who computes which layers of a prompt, and what it would take on fewer workers or more, in words."""
+    """Workers and their layers of a prompt, and its time on fewer workers or more, in words."""
     times = "; ".join(
         f"{duration(ns)} on {count} worker{'s' * (count > 1)}" for count, ns in enumerate(c.group_ns, 1)
     )
@@ -239,7 +239,7 @@ def lent(loan: KvPart) -> str:
 
 
 def held_at(place: KvPart, blocks: int) -> str:
-    """A place that holds KV of a request of so many blocks, in words."""
+    """A place that holds KV of a request of `blocks` blocks, in words."""
     if place.segments or place.first_segment:
         last = place.first_segment + place.segments - 1
         if last < place.first_segment:

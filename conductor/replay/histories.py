@@ -1,7 +1,7 @@
 """The history of each request, put together from the events and decisions of a replay.
 
-Times are ns of the log. An order's bars are laid out from its end: the worker says how long it waited, loaded
-and computed, the log says when that was over.
+Times are ns of the log. An order's bars are laid out from its end: the worker's event has its times of waiting, loading
+and computing, the log has the end.
 """
 
 from __future__ import annotations
@@ -290,7 +290,8 @@ class RequestHistories:
         if not attempt.end_ns:
             attempt.end_ns, attempt.lost = at_ns, why
         elif attempt.lost.startswith("taken back") and why:
-            attempt.lost = why  # a later word says more
+            # A later report is the more precise one.
+            attempt.lost = why
 
     def _end(self, history: RequestHistory, ending: Ending, at_ns: int, reason: str) -> None:
         history.ending, history.end_ns, history.reason = ending, at_ns, reason

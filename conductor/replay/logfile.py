@@ -1,9 +1,9 @@
 """A log in a file: JSON Lines, compressed by zstandard when its name ends in `.zst`.
 
-The first line is the header, the last one counts the others: a file that was cut off is noticed. In between
-stand, in the order in which a conductor meets them, events (with sequence and server time), decisions behind
-the event that caused them, and what is kept of KV progress. What is written is what `halfmoon.schemas` knows:
-a field that it does not know never reaches the file, so there is neither text nor token in it.
+The first line is the header, the last one counts the others: a file that was cut off is noticed. In between stand, in
+the order in which a conductor meets them, events (with sequence and server time), decisions behind the event that
+caused them, and some KV progress. Only fields of `halfmoon.schemas` are written: an unknown field never reaches the
+file, so there is neither text nor token in it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ ZSTD_LEVEL = 9
 #: No message of NATS is longer by far; a snapshot of hundred million blocks is not.
 LINE_BYTES_MAX = 32 << 20
 SNAPSHOT_BYTES_MAX = 4 << 30
-#: What a file may ask of memory to be decompressed; ours ask for 8 MiB.
+#: Memory that a file may demand for its decompression; ours demand 8 MiB.
 WINDOW_BYTES_MAX = 128 << 20
-#: KV progress that is kept; `PrefillResult` holds the first token, `TransferOpened` says nothing that replay
-#: shows.
+#: KV progress that is kept; `PrefillResult` holds the first token, and replay does not show `TransferOpened`.
 Progress = KvReady | KvLoaded | TransferFailed
 
 

@@ -47,8 +47,8 @@ class LogEmpty(ValueError):
 async def save(
     bus: Bus, path: Path, *, cluster: str = "", told: Callable[[int, int], None] | None = None
 ) -> tuple[int, int]:
-    """Write the log that `bus` leads to; how many events and decisions there are. `told` hears (event, last)
-    at times.
+    """Write the log that `bus` leads to; the numbers of events and decisions. `told` is called with (event, last) at
+    times.
 
     Raises LogEmpty, BusError and OSError.
     """

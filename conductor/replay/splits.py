@@ -58,7 +58,8 @@ def split_of(run: Recorded, prefill: int, decode: int, slo: Objectives, speed: f
         RunOptions(seed=run.policy.seed, speed=speed, slo=slo),
     )
     if not report.complete:
-        raise KeyboardInterrupt  # half a run says nothing about the whole
+        # Half a run is no measure of the whole.
+        raise KeyboardInterrupt
     strain = max(report.ttft_ms.p90 / slo.ttft_ns, report.tbt_ms.p90 / slo.tbt_ns)
     return Split(
         prefill=prefill,

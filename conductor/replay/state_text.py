@@ -16,7 +16,7 @@ from halfmoon.conductor.replay.explain import table
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.schemas.types import KEY_BYTES
 
-#: Of long lists, so many are named.
+#: Most entries of a list that are named.
 NAMED_MAX = 40
 
 

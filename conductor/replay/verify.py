@@ -1,10 +1,10 @@
 """Stepping the core over a recorded log, and comparing every decision with the recorded one.
 
-A decision is known by (sequence of its cause, position). Conductors publish in that order, and the stream
-keeps it: so what is older than the newest recorded decision must be recorded, and what is newer had not been
-published when the log was saved. Only the latter may be absent, and what is older than the oldest that was
-left when older ones had expired; both are counted. A decision that was stored twice (a conductor lagged by
-more than the stream's window for duplicates) must be the same both times. Timers are never published.
+A decision is known by (sequence of its cause, position). Conductors publish in that order, and the stream keeps it: so
+a decision older than the newest recorded one must be recorded, and a newer one had not been published when the log was
+saved. Absent may be these newer ones, and ones older than the oldest that had not expired; both are counted. A decision
+that was stored twice (a conductor lagged by more than the stream's window for duplicates) must be the same both times.
+Timers are never published.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Verification(msgspec.Struct, kw_only=True):
     expired: int
     #: Events before what begins the log, when its head is gone: not replayed.
     passed_over: int
-    #: Digests that conductors of this very code said, and found again; those that differ.
+    #: Digests that conductors of this very code published, and that were found again; those that differ.
     states: int
     states_differ: list[StateDigested]
     #: Which code began the log ("": not in the file), and which this is.
@@ -254,7 +254,7 @@ class Compared:
 
 
 class States:
-    """Digests that conductors said of their states, against ours: a stricter look than decisions alone.
+    """Digests that conductors published of their states, against ours: a stricter look than decisions alone.
 
     Only of conductors with the same code: another may keep the same in another form.
     """

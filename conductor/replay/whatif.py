@@ -1,11 +1,11 @@
 """`halfmoon replay --what-if`: the recorded arrivals in a simulated cluster, under the recorded policy and
 another one.
 
-The simulated cluster is as the recorded one was: as many workers, their KV, pools and block sizes, and the
-costs that the conductor had learned by the end of the log. The recorded policy is simulated too: where that
-differs from the record, so much does the simulation err. What it leaves out: processes that die, and what was
-cached before the log begins. A run with attention or mixed workers, or with KV that was lent, is refused. An
-answer that was not recorded to its end is taken to be as long as the mean of its class.
+The simulated cluster is as the recorded one was: as many workers, their KV, pools and block sizes, and the costs that
+the conductor had learned by the end of the log. The recorded policy is simulated too: its difference from the record is
+the error of the simulation. Left out are processes that die, and blocks cached before the log begins. A run with
+attention or mixed workers, or with KV that was lent, is refused. An answer that was not recorded to its end is taken to
+be as long as the mean of its class.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Figure = Literal["mean", "p50", "p90", "p99"]
 
 
 class NothingToSimulate(ValueError):
-    """The log holds no request, no worker with a KVCache, or what is not simulated; the text says which."""
+    """The log holds no request, no worker with a KVCache, or a worker that is not simulated; the text names it."""
 
 
 class Recorded(msgspec.Struct, kw_only=True):
@@ -65,7 +65,7 @@ class Recorded(msgspec.Struct, kw_only=True):
 
 
 class Comparison(msgspec.Struct, kw_only=True):
-    """Three columns: as it was, as the simulation says it would have been, and under the other policy."""
+    """Three columns: as recorded, as simulated under the recorded policy, and under the other policy."""
 
     recorded: SimulationReport
     simulated: SimulationReport
@@ -115,7 +115,7 @@ def recorded(replay: Replay) -> Recorded:
                 changed += 1
             policy = state.policy
             if isinstance(line.event, WorkerJoined):
-                # Who changes its role is simulated from the one that it had first.
+                # A worker that changed its role is simulated from the role that it had first.
                 known = workers.get(line.event.worker_id)
                 role = known.role if known is not None else line.event.role
                 workers[line.event.worker_id] = msgspec.structs.replace(line.event, role=role)

@@ -85,11 +85,11 @@ class Steps:
         return whole
 
     def advance(self, steps: int) -> list[str]:
-        """`steps` of this run are over: who has ended with them, in order."""
+        """`steps` of this run are over: the requests that ended with them, in order."""
         return self._record(steps, self.run_ns(steps) / steps) if steps else []
 
     def single(self, length_ns: float) -> list[str]:
-        """One step that took `length_ns`, whatever a run would say: who has ended with it."""
+        """One step that took `length_ns`, whatever its prediction: the requests that ended with it."""
         return self._record(1, length_ns)
 
     def _record(self, steps: int, length_ns: float) -> list[str]:

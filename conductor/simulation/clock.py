@@ -15,10 +15,10 @@ class Clock:
     def __init__(
         self, seed: int = 0, noise_percent: int = 0, cost_times: Sequence[tuple[int, float]] = ()
     ) -> None:
-        """`cost_times`: from which time on, ns and ascending, computations take so many times what they cost."""
+        """`cost_times`: pairs (ns, factor), ascending: from that time on a computation takes `factor` times its cost."""
         self.now_ns = 0
         self._booked: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]] = []
-        #: Booked for the present, after all that was booked for it before it came.
+        #: Calls for the present, made after all that were booked for this time before it came.
         self._at_once: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._count = 0
         self._draw = random.Random(seed)
@@ -52,7 +52,7 @@ class Clock:
         return self._count
 
     def jitter(self) -> float:
-        """The factor by which the next computation is slower or faster than its profile says."""
+        """The factor by which the next computation is slower or faster than by its profile."""
         times = 1.0
         for since_ns, factor in self._cost_times:
             if since_ns <= self.now_ns:

@@ -1,7 +1,7 @@
-"""The network between nodes: transfers share what leaves a node and what enters one.
+"""The network between nodes: transfers share the bandwidth out of a node, and the bandwidth into one.
 
-A transfer goes at the lesser of its equal shares at both ends, from one start or end of another there to the
-next. That is a little less than max-min fairness would give.
+At each end a transfer has an equal share of the bandwidth, and goes at the lesser of the two. Rates are set anew when a
+transfer starts or ends there. That is a little less than max-min fairness would give.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from halfmoon.schemas.numbers import SECOND_NS
 
 
 class Transfer:
-    """Bytes on their way. `stages` are done one after another: so many bytes, then a call."""
+    """Bytes on their way. `stages` are done one after another, each a number of bytes, then a call."""
 
     __slots__ = ("bytes_left", "bytes_s", "destination", "ended", "epoch", "since_ns", "source", "stages")
 

@@ -1,4 +1,4 @@
-"""How a simulation is run, apart from what is simulated."""
+"""Options of a simulation, beside its cluster and its requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     noise_percent: int = 0
     #: See `Clock`.
     cost_times: Sequence[tuple[int, float]] = ()
-    #: What is counted; None: the policy's.
+    #: Objectives by which answers count; None: the policy's.
     slo: Objectives | None = None
     #: Called now and then with the number of requests that have ended. KeyboardInterrupt ends the run.
     progress: Callable[[int], None] | None = None

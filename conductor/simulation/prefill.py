@@ -58,7 +58,7 @@ class SimulatedJob:
         self.held: list[bytes] = []
         self.fetch_held: list[bytes] = []
         self.target_held: list[bytes] = []
-        #: The first layer, and all, of what is fetched are here.
+        #: The first layer, and all layers, of the fetch are here.
         self.layer_there = self.loaded = True
         self.started_ns = self.compute_ns = self.fetch_ns = self.push_missing = 0
         #: Of the time, what this worker computed itself; -1: all.
@@ -106,7 +106,7 @@ class SimulatedPrefill:
         return len(self.jobs) + len(self.parts)
 
     def start_part(self, order: StartStage) -> None:
-        """Some layers of another worker's prompt; that one says when they are computed."""
+        """Some layers of another worker's prompt; that worker reports their end."""
         assert not self.orders_open(), ("a part for one that is busy", order)
         self.parts[order.order_id] = order
 
@@ -162,7 +162,7 @@ class SimulatedPrefill:
                 self._prepare(job)
 
     def _prepare(self, job: SimulatedJob) -> None:
-        """Hold what is here, fetch what the order says and its holder still has."""
+        """Hold the blocks that are here, fetch those of the order that their holder still has."""
         context, order = self.context, job.order
         usable = (order.prompt_tokens - 1) // context.block_tokens  # one token is always computed
         job.held = self.node.pool.hold(job.keys)
@@ -217,14 +217,14 @@ class SimulatedPrefill:
             job.compute_ns = self._compute_together(job, used, times)
         else:
             job.compute_ns = int(context.profile.cost.prefill_ns(order.prompt_tokens, used) * times)
-        # What is cached is loaded from the pool, layer by layer, while layers are computed.
+        # Cached blocks are loaded from the pool, layer by layer, while layers are computed.
         load_ns = used * context.profile.token_bytes * SECOND_NS // context.profile.load_bytes_s
         job.compute_ns = max(job.compute_ns, load_ns)
         self._open_push(job)
         context.clock.at(now_ns + job.compute_ns, self._time_over, job)
 
     def _compute_together(self, job: SimulatedJob, used: int, times: float) -> int:
-        """The time until the last layers are computed; the others' ends are said when they come."""
+        """The time until the last layers are computed; the other workers' ends are reported when they come."""
         context, order = self.context, job.order
         found = stage_times(
             context.profile,

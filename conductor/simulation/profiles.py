@@ -42,7 +42,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     link_bytes_s: int
     link_latency_ns: int = 0
     load_bytes_s: int
-    #: Bytes of one token between two layers; 0: not said, and no prompt is computed by several workers.
+    #: Bytes of one token between two layers; 0: unknown, and no prompt is computed by several workers.
     activation_bytes: int = 0
     #: How many orders of a prefill worker have their KV fetched at a time.
     prepared_max: int = 3

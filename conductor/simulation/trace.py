@@ -1,9 +1,8 @@
 """Traces: requests with their times, lengths and blocks, as JSON Lines.
 
 The form is Mooncake's: `{"timestamp": ms, "input_length": n, "output_length": m, "hash_ids": [...]}`; an id
-names a block of 512 tokens and all before it, and the last one may be a partial block. Two more are read:
-without `hash_ids` (nothing is shared), and with `session_id`, where a turn begins with all that the session
-has said so far.
+names a block of 512 tokens and all before it, and the last one may be a partial block. Two more are read: without
+`hash_ids` (nothing is shared), and with `session_id`, where a turn begins with the whole session so far.
 
 Source: Mooncake (FAST'25), section 4, for the form and for the conversation trace.
 """
@@ -37,9 +36,9 @@ class TraceInvalid(ValueError):
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One request, from whatever source: what the conductor is told, and how long the answer will be.
+    """One request, from any source: the conductor's knowledge of it, and the length of its answer.
 
-    `max_tokens` is the limit that the conductor sees; it is not told `output_tokens`.
+    `max_tokens` is the limit that the conductor sees; it does not see `output_tokens`.
     """
 
     at_ns: int
@@ -70,8 +69,8 @@ _decoder = msgspec.json.Decoder(_Row)
 def read_trace(path: str | Path, *, block_tokens: int = TRACE_BLOCK_TOKENS) -> list[Arrival]:
     """The requests of a file (`.gz` and `.zst` by its name), with keys for blocks of `block_tokens`.
 
-    `block_tokens` must divide 512 where the trace names blocks. Raises TraceInvalid for what is malformed or out of
-    order, OSError for a file that cannot be read.
+    `block_tokens` must divide 512 where the trace names blocks. Raises TraceInvalid for a line that is malformed or out
+    of order, OSError for a file that cannot be read.
     """
     with _open(Path(path)) as file:
         return list(parse(file, str(path), block_tokens))
@@ -160,8 +159,7 @@ def _keys(row: _Row, number: int, block_tokens: int, sessions: dict[str, tuple[i
         )
     if row.session_id is None:
         return _chain(2 * number, whole)
-    # A turn repeats what was said as far as it is that long, and adds to it. A shorter prompt begins a new
-    # text.
+    # A turn repeats the session as far as it is that long, and adds to it. A shorter prompt begins a new text.
     text, said = sessions.get(str(row.session_id), (2 * number + 1, 0))
     if row.input_length < said:
         text = 2 * number + 1
@@ -206,8 +204,7 @@ def reuse(path: str | Path, pool_tokens: int = 0) -> float:
 
 
 def copies(arrivals: Sequence[Arrival], count: int, *, beside: int = 0) -> list[Arrival]:
-    """`count` requests: the trace `beside` itself so many times (0: as often as needed), and again when it
-    has ended.
+    """`count` requests: `beside` copies of the trace at once (0: as many as needed), and again when they have ended.
 
     Each copy has texts of its own. Its rate grows with the number of copies beside each other; copy k comes k
     milliseconds later.

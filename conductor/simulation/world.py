@@ -1,8 +1,8 @@
 """The core in a simulated world: simulated workers obey its decisions, and their answers are its next events.
 
-The core is the one that runs live, unchanged; its shell here is `say` (append to the log) and `_do` (decisions to those
-who obey them), both without delay: the bus takes about a millisecond, which is left out. Every process sends a
-heartbeat, as live ones do, every ten simulated seconds.
+The core is the one that runs live, unchanged; its shell here is `say` (append to the log) and `_do` (decisions to the
+processes that obey them), both without delay: the bus takes about a millisecond, which is left out. Every process sends
+a heartbeat, as live ones do, every ten simulated seconds.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ HEARTBEAT_NS = 10 * SECOND_NS
 CHANGE_NS = SECOND_NS // 5
 #: How often one that changes looks whether it is done.
 LOOK_NS = SECOND_NS // 50
-#: The invariants are looked at once in so many events, and in no fewer than there are blocks: they look at
-#: each.
+#: Least number of events between two checks of the invariants; it is never below the number of blocks, each of which a
+#: check looks at.
 CHECK_EVERY = 5_000
 
 
 class ConfigurationImpossible(ValueError):
-    """A cluster that cannot be; the text says why."""
+    """A cluster that cannot be; the text has the reason."""
 
 
 class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +106,7 @@ class World:
         outcomes: dict[str, Outcome] | None = None,
         elastic: bool = False,
     ) -> None:
-        #: Workers may change roles: by the policy's planner, or as `RoleWanted` says.
+        #: Workers may change roles: by the policy's planner, or by `RoleWanted`.
         self.elastic = elastic or policy.elastic != "off"
         self.profile = profile
         self.layout = profile.layout(cluster.block_tokens)
@@ -152,7 +152,7 @@ class World:
         self.open = 0
         self.prefill_workers: dict[str, SimulatedPrefill] = {}
         self.decode_workers: dict[str, SimulatedDecode] = {}
-        #: What those computed who have another role by now.
+        #: Time computed by workers that have another role by now.
         self.prefill_ns = self.decode_ns = 0
         #: Workers that finish what they have before they change, and how many have changed.
         self._changing: dict[str, WorkerRole] = {}
@@ -236,7 +236,7 @@ class World:
     # --- roles ----------------------------------------------------------------------------------------------
 
     def _change(self, worker_id: str, role: WorkerRole) -> None:
-        """Finish what is open, leave, and join in the other role."""
+        """Finish open orders, leave, and join in the other role."""
         self._changing[worker_id] = role
         incarnation = self._worker(worker_id).incarnation
         self.say(WorkerDraining(worker_id=worker_id, incarnation=incarnation))

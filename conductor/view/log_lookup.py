@@ -1,8 +1,8 @@
 """Looks up the history of one request in the log of a running cluster.
 
-A request that the page follows is explained from memory. Any other one is looked up: its id says when it arrived, the
-log is searched for that time, and a core of its own steps from the newest snapshot before it to its end, in small turns
-so that live decisions hardly wait. One at a time, and only so far back.
+A request that the page follows is explained from memory. Any other one is looked up: its id has the time of its
+arrival, the log is searched for that time, and a core of its own steps from the newest snapshot before it to its end,
+in small turns so that live decisions hardly wait. One lookup runs at a time, and only a bounded way back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from halfmoon.schemas.view import Explained, Grounds
 EVENTS_MAX = 300_000
 #: How long after its arrival a request is still looked at.
 LIFE_NS_MAX = 600 * SECOND_NS
-#: The clock of a frontend may be so much ahead of, or behind, the log's.
+#: Largest difference between a frontend's clock and the log's.
 CLOCKS_NS = 5 * SECOND_NS
 LOOK_UP_S = 45.0
 #: Events in one turn: less than a millisecond.

@@ -154,7 +154,7 @@ class RecentWindow:
             )
         )
 
-    # --- what the page is told ------------------------------------------------------------------------------
+    # --- for the page ---------------------------------------------------------------------------------------
 
     def recent(self) -> RequestCounts:
         """The core's counts over the last `WINDOW_S`."""

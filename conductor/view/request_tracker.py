@@ -21,14 +21,14 @@ from halfmoon.schemas.events import DecodeStarted, RequestArrived, Stamped
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.view import RequestView, Stage, Stretch
 
-#: A request is followed when none was for so long.
+#: Least time from one followed request to the next.
 FOLLOW_EVERY_NS = SECOND_NS // 10
 HISTORIES_KEPT = 128
 PLACES = 14
 #: How long one that ended keeps its place; when others wait for it.
 LINGER_NS = 20 * SECOND_NS
 LINGER_NS_MIN = 3 * SECOND_NS
-#: Prefill that ended so long ago has been joined to a batch; for what began before anybody looked.
+#: A request whose prefill ended this long ago has joined a batch; for requests that began before anybody looked.
 HANDOVER_NS_MAX = SECOND_NS
 STRETCHES_MAX = 24
 #: With more requests than this, those that a lost worker had are placed again without noting why.

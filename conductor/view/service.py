@@ -46,8 +46,7 @@ HELD_MAX = 400
 TOLD_MAX = 40
 KIND_MAX = 4
 WORDS_MAX = 240
-#: Blocks on SSD are counted node by node, for which all of them are looked at: so many in a second, on the
-#: average.
+#: Blocks on SSD are counted node by node, for which all of them are looked at: this many in a second, on the average.
 SSD_BLOCKS_S = 20_000
 SSD_S_MIN = 5.0
 
