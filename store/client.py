@@ -429,8 +429,7 @@ def _joined(keys: Sequence[bytes]) -> bytes:
 
 
 def _bytes_of(buffer: Any, *, writable: bool = False) -> Array:
-    """u8 `[bytes]` that shows the buffer's own memory. Raises TypeError; WrongSize for a buffer that is not contiguous.
-    """
+    """u8 `[bytes]` that shows the buffer's own memory. Raises TypeError; WrongSize for one that is not contiguous."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):
         if buffer.device.type != "cpu":

@@ -15,7 +15,7 @@ class Clock:
     def __init__(
         self, seed: int = 0, noise_percent: int = 0, cost_times: Sequence[tuple[int, float]] = ()
     ) -> None:
-        """`cost_times`: pairs (ns, factor), ascending: from that time on a computation takes `factor` times its cost."""
+        """`cost_times`: pairs (ns, factor), ascending: from then on a computation takes its cost times `factor`."""
         self.now_ns = 0
         self._booked: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]] = []
         #: Calls for the present, made after all that were booked for this time before it came.
