@@ -240,7 +240,7 @@ class MixedState:
         assert step is not None
         formed = self.former.made()
         self._end_cancelled()
-        self._timed(step, formed, event.step_ns)
+        self._timed(step, formed, event)
         drawn = iter(event.decoded)
         fresh: list[tuple[DecodeSequence, int]] = []
         for row in step.decodes:
@@ -267,16 +267,18 @@ class MixedState:
             if request is not None and sequence.finish_reason:
                 self._finish(request)
 
-    def _timed(self, step: RunIteration, formed: Iteration, step_ns: int) -> None:
+    def _timed(self, step: RunIteration, formed: Iteration, event: IterationMade) -> None:
         """Decodes alone say what a step costs; of a mixed iteration the rest is the chunks', by their tokens."""
         count = len(step.decodes)
-        if not formed.chunks:
-            self.times.observe(step_ns, count, step.context_tokens)
+        chunks = [chunk for chunk in formed.chunks if chunk.name not in event.kept]
+        if not chunks:
+            if count:
+                self.times.observe(event.step_ns, count, step.context_tokens)
             return
         decode_ns = self.times.predict(count, step.context_tokens) if count else 0
-        chunks_ns = max(0, step_ns - decode_ns)
-        tokens = sum(chunk.tokens for chunk in formed.chunks)
-        for chunk in formed.chunks:
+        chunks_ns = max(0, event.step_ns - decode_ns)
+        tokens = sum(chunk.tokens for chunk in chunks)
+        for chunk in chunks:
             if (request := self.requests.get(chunk.name)) is not None:
                 request.compute_ns += chunks_ns * chunk.tokens // tokens
 
@@ -312,6 +314,7 @@ class MixedState:
             if request.answered:
                 continue
             request.answered = True
+            request.job.kept = request.order_id in event.kept
             sequence = request.sequence
             token = sequence.next_known() or token
             sequence.result = request.job.end_computed(token, request.compute_ns, self.wall_ns, self.out)
