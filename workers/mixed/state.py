@@ -18,15 +18,13 @@ Source: Sarathi-Serve (OSDI'24), section 4.2 (stall-free batching).
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartMixed
 from halfmoon.schemas.events import DecodeStarted, WorkerHeartbeat
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.batch_former import BatchFormer, Iteration
 from halfmoon.workers.decode.actions import AnswerResend, EndSpan, Measure, Wake
-from halfmoon.workers.decode.deliveries import deliveries_of, keep_finished, resend_reply
+from halfmoon.workers.decode.deliveries import FinishedOrders, deliveries_of, resend_reply
 from halfmoon.workers.decode.events import EngineIdled, ResendRequested
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.decode.step_times import StepTimes
@@ -78,7 +76,7 @@ class MixedState:
             prompt_blocks_max=kv_blocks if layout.layers else None,
         )
         self.requests: dict[str, MixedRequest] = {}
-        self.finished: OrderedDict[str, DecodeSequence] = OrderedDict()
+        self.finished = FinishedOrders()
         self.room = CacheRoom(self.requests, layout, kv_blocks)
         self.former = BatchFormer(
             self.room,
@@ -336,7 +334,7 @@ class MixedState:
         assert sequence.result is not None, request.order_id
         self._end_span(sequence)
         self.out.append(Report(sequence.finished(self.worker_id, sequence.result, self.now_ns)))
-        keep_finished(self.finished, sequence)
+        self.finished.keep(sequence)
         self._forget(request)
 
     def _lose(self, order_id: str) -> None:
