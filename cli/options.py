@@ -145,6 +145,10 @@ def _running(args: argparse.Namespace) -> RunFile | None:
     except RuntimeError:  # a user without a home directory
         return None
     if not args.nats:
+        if run_file.starts(directory):
+            raise OptionInvalid(
+                f"--cluster {args.cluster}: it is still starting; `halfmoon up` says when it is ready"
+            )
         return run_file.read(directory)
     try:
         return run_file.at(directory.parent, args.nats)

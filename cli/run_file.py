@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 import orjson
 
 NAME = "cluster.json"
+#: Held by the cluster's `halfmoon up` from its first step to its last.
+LOCK = "lock"
 #: Of a process, as Linux counts them at most; 0 and less would mean groups of processes.
 PID_MAX = 1 << 22
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -47,6 +49,21 @@ class RunFile:
         except (ProcessLookupError, PermissionError):
             return False
         return True
+
+
+def starts(directory: Path) -> bool:
+    """Whether the cluster of this state directory is under way, and has no run file yet.
+
+    Linux's list of locks says so. Whoever tried the lock itself would hold it for an instant, and turn away a cluster
+    that starts at that instant.
+    """
+    try:
+        file = (directory / LOCK).stat().st_ino
+        locks = Path("/proc/locks").read_text()
+    except OSError:
+        return False
+    held = any("FLOCK" in line and f":{file} " in line for line in locks.splitlines())
+    return held and read(directory) is None
 
 
 def read(directory: Path) -> RunFile | None:

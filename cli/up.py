@@ -22,7 +22,7 @@ from halfmoon.cli.local.credentials import credentials_of
 from halfmoon.cli.options import DEFAULT_CLUSTER, OptionInvalid, add_bus, add_config, state_directory
 from halfmoon.cli.processes.lifecycle import raise_open_files_limit
 from halfmoon.cli.processes.options import PolicyOptions, policy_of
-from halfmoon.cli.run_file import RunFile
+from halfmoon.cli.run_file import LOCK, RunFile
 from halfmoon.cli.shared_options import ModelOptions, SharedOptions
 from halfmoon.cli.tracing import check_endpoint
 from halfmoon.schemas.policy import Policy
@@ -184,7 +184,7 @@ def _print_addresses(cluster: LocalCluster, directory: Path) -> None:
 
 
 def _lock(directory: Path, cluster: str) -> IO[str]:
-    lock = (directory / "lock").open("a")
+    lock = (directory / LOCK).open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -39,27 +39,28 @@ GroupFrom = Literal["idle", "spare"]
 ElasticMode = Literal["off", "advise", "on"]
 
 
-class Policy(Part, frozen=True):
-    """How requests are placed and refused. Where a rule has changed, its default is the old one: older logs do not name
-    it. `present` has those of today.
-    """
+class PlacementRules(Part, frozen=True):
+    """The choice of workers for a request."""
 
     name: PolicyTitle = "halfmoon"
-    admission: AdmissionName = "predicted"
-    #: Fetch when best_prefix > local_prefix * threshold (in percent; 100 = fetch whenever it is cheaper).
-    fetch_threshold_percent: Annotated[int, Meta(ge=100, le=100_000)] = 100
     #: Of the `random` policy.
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    #: How a mixed worker is chosen over a prefill and a decode worker; older logs have no mixed workers.
+    mixed_choice: MixedChoice = "predicted"
+    #: Number of a worker's last prefills and answers whose measured times correct its predictions; 0, as in older logs:
+    #: they are not corrected.
+    correction_window: Annotated[int, Meta(ge=0, le=1_000)] = 0
+
+
+class AdmissionRules(PlacementRules, frozen=True):
+    """Acceptance of requests, and the wait for a place."""
+
+    admission: AdmissionName = "predicted"
     #: SLO of a request that names none.
     ttft_slo_ns: Ns = 30 * SECOND_NS
     tbt_slo_ns: Ns = 1 * SECOND_NS
     #: Reject when one pool's queue is this deep, whatever is predicted (bounded queues).
     queued_max_per_worker: Annotated[int, Meta(ge=1, le=1_000_000)] = 512
-    #: How often processes announce themselves, and after what silence one is lost.
-    heartbeat_ns: Ns = 1 * SECOND_NS
-    lost_after_ns: Ns = 4 * SECOND_NS
-    #: A suspected store is not read from for this long.
-    suspected_ns: Ns = 5 * SECOND_NS
     #: How often one request may be placed before it fails.
     placements_max: Annotated[int, Meta(ge=1, le=100)] = 5
     #: How long an accepted request waits for a worker when a pool is empty.
@@ -71,6 +72,13 @@ class Policy(Part, frozen=True):
     #: Objectives that no request names are not below twice what it takes alone, and at an idle worker a prediction that
     #: nothing recent supports refuses nothing. As in older logs: whatever is predicted above the objective is refused.
     idle_served: bool = False
+
+
+class TransferRules(AdmissionRules, frozen=True):
+    """Transfers of blocks between nodes, and places that hold KV for others."""
+
+    #: Fetch when best_prefix > local_prefix * threshold (in percent; 100 = fetch whenever it is cheaper).
+    fetch_threshold_percent: Annotated[int, Meta(ge=100, le=100_000)] = 100
     #: By what a copy of blocks is priced that another node has; in older logs: by reuse.
     copies_price: CopiesPrice = "reuse"
     #: Expected of a transfer between two nodes until one was measured: bandwidth of a link, of an SSD, and latency.
@@ -81,11 +89,28 @@ class Policy(Part, frozen=True):
     fetch_replicas: Annotated[int, Meta(ge=0, le=16)] = 0
     #: A prefix gets one more holder when this many transfers leave its holder at once (0: never).
     hot_transfers: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    #: The log's time is its server's clock, which may be set. A step back by more than a heartbeat, or forward by more
-    #: than this, is not time that passed. 0, as in older logs: it is, and after a step back time stands still.
-    clock_step_ns_max: Ns = 0
     #: StartDecode names the node that KV comes from, so that the worker believes no other; False, as in older logs: no.
     sources_named: bool = False
+    #: A holder slower than this percentage of its measured attention time gets no new KV while another has room; 0, as
+    #: in older logs: it does. And for how long after it was last seen to be slow.
+    slow_place_percent: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    slow_place_ns: Ns = 30 * SECOND_NS
+
+
+class GroupRules(TransferRules, frozen=True):
+    """Groups of prefill workers that compute one prompt."""
+
+    #: Most prefill workers that compute one prompt together, each some layers; 1, as in older logs: each computes its
+    #: own alone. And the percentage that each further one must take off the prompt's time.
+    prefill_group: Annotated[int, Meta(ge=1, le=64)] = 1
+    group_gain_percent: Annotated[int, Meta(ge=1, le=99)] = 10
+    #: Which idle ones; in older logs: all.
+    group_from: GroupFrom = "idle"
+
+
+class MoveRules(GroupRules, frozen=True):
+    """Moves of running requests' KV between decode workers."""
+
     #: How often KV of running requests may move from decode workers without room to those with it, where decode workers
     #: lend; 0, as in older logs: never.
     move_period_ns: Ns = 0
@@ -96,15 +121,14 @@ class Policy(Part, frozen=True):
     move_reserve_percent: Annotated[int, Meta(ge=0, le=100)] = 10
     #: Tokens that a worker sends during one decode step at most.
     move_step_tokens: Annotated[int, Meta(ge=1, le=65536)] = 32
-    #: How a mixed worker is chosen over a prefill and a decode worker; older logs have no mixed workers.
-    mixed_choice: MixedChoice = "predicted"
     #: A move that its decode worker has not answered within this time is over; 0, as in older logs: it stays booked
     #: until its order ends.
     move_answer_ns: Ns = 0
-    #: A holder slower than this percentage of its measured attention time gets no new KV while another has room; 0, as
-    #: in older logs: it does. And for how long after it was last seen to be slow.
-    slow_place_percent: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    slow_place_ns: Ns = 30 * SECOND_NS
+
+
+class ElasticRules(MoveRules, frozen=True):
+    """Changes of workers' roles by load."""
+
     #: Prefill and decode workers that may change roles do so by load; "off", as in older logs: only by RoleWanted.
     elastic: ElasticMode = "off"
     #: Period of the planner, and the time whose arrivals count as load.
@@ -118,17 +142,29 @@ class Policy(Part, frozen=True):
     #: Least time from one change to the next; and most changes at once.
     elastic_pause_ns: Ns = 1 * SECOND_NS
     elastic_changes_max: Annotated[int, Meta(ge=1, le=1_000)] = 1
-    #: Number of a worker's last prefills and answers whose measured times correct its predictions; 0, as in older logs:
-    #: they are not corrected.
-    correction_window: Annotated[int, Meta(ge=0, le=1_000)] = 0
-    #: Most prefill workers that compute one prompt together, each some layers; 1, as in older logs: each computes its
-    #: own alone. And the percentage that each further one must take off the prompt's time.
-    prefill_group: Annotated[int, Meta(ge=1, le=64)] = 1
-    group_gain_percent: Annotated[int, Meta(ge=1, le=99)] = 10
-    #: Which idle ones; in older logs: all.
-    group_from: GroupFrom = "idle"
+
+
+class LivenessRules(ElasticRules, frozen=True):
+    """Signs of life, and the time that counts."""
+
+    #: How often processes announce themselves, and after what silence one is lost.
+    heartbeat_ns: Ns = 1 * SECOND_NS
+    lost_after_ns: Ns = 4 * SECOND_NS
+    #: A suspected store is not read from for this long.
+    suspected_ns: Ns = 5 * SECOND_NS
+    #: The log's time is its server's clock, which may be set. A step back by more than a heartbeat, or forward by more
+    #: than this, is not time that passed. 0, as in older logs: it is, and after a step back time stands still.
+    clock_step_ns_max: Ns = 0
     #: Number of events after which conductors compare their states.
     digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
+
+
+class Policy(LivenessRules, frozen=True):
+    """How requests are placed and refused. Where a rule has changed, its default is the old one: older logs do not name
+    it. `present` has those of today.
+
+    The groups are a chain, since a struct has one base; in a message all fields stand side by side.
+    """
 
     def present(self) -> Policy:
         """With the rules of placement that a new cluster, the simulator and the comparisons of policies have."""

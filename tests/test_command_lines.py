@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from halfmoon.cli.commands import COMMANDS, module_of, parser_of
-from halfmoon.cli.options import OptionInvalid, bus_config, parse
+from halfmoon.cli.options import (
+    DEFAULT_CLUSTER,
+    DEFAULT_NATS,
+    OptionInvalid,
+    bus_config,
+    parse,
+    state_directory,
+)
+from halfmoon.cli.run_file import LOCK, RunFile
 
 #: What each command takes without a name, and its options with their values, of which any may stand anywhere.
 WORDS: dict[str, tuple[list[str], list[list[str]]]] = {
@@ -62,3 +72,19 @@ def test_a_cluster_that_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(OptionInvalid, match="--cluster mine: none of this name runs on this machine"):
         bus_config(parsed(["status", "--cluster", "mine"]))
     assert bus_config(parsed(["status", "--cluster", "mine", "--nats", "nats://h:1"])).url == "nats://h:1"
+
+
+def test_a_cluster_that_still_starts_is_not_taken_for_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its lock is held, and nobody can be let in yet: the server at the default port may be its own, or another's."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    directory = state_directory(DEFAULT_CLUSTER)
+    directory.mkdir(parents=True)
+    with (directory / LOCK).open("w") as lock:
+        assert bus_config(parsed(["status"])).url == DEFAULT_NATS
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(OptionInvalid, match="it is still starting"):
+            bus_config(parsed(["status"]))
+        RunFile(nats="nats://h:2", http="", pid=os.getpid()).write(directory)
+        assert bus_config(parsed(["status"])).url == "nats://h:2"

@@ -16,7 +16,7 @@ from halfmoon.cli.declared import add_options, options_of
 from halfmoon.cli.metrics import shown
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config, read_option_file
 from halfmoon.cli.output import say
-from halfmoon.cli.processes.lifecycle import connect, stop_signal, until_stopped
+from halfmoon.cli.processes.lifecycle import connect, say_takes_orders, stop_signal, until_stopped
 from halfmoon.cli.shared_options import ModelOptions, ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.cost_profile import CostProfile
@@ -180,7 +180,7 @@ async def _work(
     )
     worker.tracing = tracing
     await worker.start()
-    say(f"adapter {args.id} takes orders")
+    await say_takes_orders(bus, f"adapter {args.id}")
     registry = process_registry(bus, role="mixed", process_id=args.id, node_id=args.id)
     registry.register(worker.metrics)
     registry.register(AdapterMetrics(mirror))

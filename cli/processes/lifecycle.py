@@ -18,14 +18,25 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.logs import RateLimit
 from halfmoon.cli.options import bus_config, stream_limits
+from halfmoon.cli.output import say
 
 HEALTH_S = 1.0
+#: Within this the log has that a process joined.
+JOINED_S = 5.0
 
 
 def raise_open_files_limit() -> None:
     """To what the system allows this process: each connection is a file, and 1,024 are soon gone."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def say_takes_orders(bus: Bus, who: str) -> None:
+    """Once the log has that it joined: what it subscribed to was sent before that, so the server has it too. A server
+    that takes nothing in delays this by a few seconds, and no more.
+    """
+    await bus.flush(JOINED_S)
+    say(f"{who} takes orders")
 
 
 async def connect(args: argparse.Namespace, name: str) -> Bus:

@@ -23,7 +23,7 @@ from halfmoon.cli.processes.attention import (
     heads_of_part,
     stage_channels,
 )
-from halfmoon.cli.processes.lifecycle import connect, healthy, stop_signal, until_stopped
+from halfmoon.cli.processes.lifecycle import connect, healthy, say_takes_orders, stop_signal, until_stopped
 from halfmoon.cli.processes.mixed import token_budget_of
 from halfmoon.cli.shared_options import ModelOptions, ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
@@ -136,7 +136,7 @@ async def _serve(
             engine, config.profile, lambda why: say(f"{role} worker {worker_id}: {why}"), steps=own_steps
         )
     await worker.start()
-    say(f"{role} worker {worker_id} takes orders")
+    await say_takes_orders(bus, f"{role} worker {worker_id}")
     registry = process_registry(bus, role=role, process_id=worker_id, node_id=args.node)
     registry.register(worker.metrics)
     try:

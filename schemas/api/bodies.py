@@ -93,62 +93,83 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     whitespace_pattern: str | None = None
 
 
-class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of every generating request. `null` is the same as absent."""
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Drawing of tokens, and the end of an answer."""
 
-    model: Name | None = None
     # 0: only of a completion with `echo`.
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Probability | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
-    logprobs: bool | Annotated[int, Meta(ge=0, le=20)] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     logit_bias: (
         Annotated[dict[BiasToken, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None
     ) = None
-    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    ignore_eos: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: Annotated[str, Meta(max_length=512)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
-    tenant: Annotated[str, Meta(max_length=128)] | None = None
-    slo: Slo | None = None
-    request_id: Id | None = None
-    logits_digest: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
     bad_words: Annotated[list[StopText], Meta(max_length=256)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+
+
+class ShownFields(SamplingFields, frozen=True, kw_only=True):
+    """Parts of an answer, and how they are shown."""
+
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    echo: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: bool | Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logits_digest: bool | None = None
+    return_token_ids: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+class StructureFields(ShownFields, frozen=True, kw_only=True):
+    """Structures that an answer follows. vLLM's `guided_...` are older names for parts of `structured_outputs`."""
+
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # As vLLM wrote them before `structured_outputs`.
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    echo: bool | None = None
-    # Refused where they ask for something: `requests.NOT_SUPPORTED`.
+
+
+class RefusedFields(StructureFields, frozen=True, kw_only=True):
+    """Refused where they ask for something: `requests.NOT_SUPPORTED`."""
+
     best_of: Annotated[int, Meta(ge=1)] | None = None
     suffix: str | None = None
     functions: Any = None
     function_call: Any = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
+
+
+class GeneratingFields(RefusedFields, frozen=True, kw_only=True):
+    """Fields of every generating request. `null` is the same as absent.
+
+    The groups are a chain, since a struct has one base; in a body all fields stand side by side.
+    """
+
+    model: Name | None = None
+    request_id: Id | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None
+    tenant: Annotated[str, Meta(max_length=128)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    slo: Slo | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    add_special_tokens: bool | None = None
 
 
 class CompletionBody(GeneratingFields, frozen=True, kw_only=True):

@@ -168,7 +168,7 @@ def read_responses(body: ResponsesBody) -> ApiRequest:
 def _tool(tool: FunctionTool) -> Tool:
     if tool.type != "function" or tool.name is None:
         raise ApiError(400, "tools: only functions with a name", param="tools", code="unsupported")
-    return Tool.of(tool.name, tool.description, tool.parameters)
+    return Tool.of(tool.name, tool.description, tool.parameters, strict=tool.strict)
 
 
 def _choice(choice: Literal["none", "auto", "required"] | FunctionChoice | None) -> Any:

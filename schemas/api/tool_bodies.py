@@ -11,11 +11,12 @@ FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`parameters`: a JSON schema of an object. `strict` changes nothing."""
+    """`parameters`: a JSON schema of an object. `strict`: told to the template, and no more."""
 
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -25,8 +26,15 @@ class Tool(msgspec.Struct, frozen=True):
     function: FunctionDefinition
 
     @classmethod
-    def of(cls, name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
-        return cls("function", FunctionDefinition(name, description, parameters))
+    def of(
+        cls,
+        name: str,
+        description: str | None,
+        parameters: dict[str, Any] | None,
+        *,
+        strict: bool | None = None,
+    ) -> Tool:
+        return cls("function", FunctionDefinition(name, description, parameters, strict))
 
 
 class ChosenFunction(msgspec.Struct, frozen=True):

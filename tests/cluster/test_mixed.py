@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.cluster.harness import PATIENT, Cluster
 from tests.cluster.holding import Holds, running_with_holds
 from tests.cluster.prompts import prompt
 from tests.cluster.steering import blocks_told, draining, last_seq, prefill_of
+from tests.cluster.test_choices import asked
 from tests.cluster.test_same_text import Answers, Form, ask, same, written_down
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -73,6 +75,21 @@ async def partly_cached(cluster: Cluster, cold: Answers) -> None:
     await nc.close()
 
 
+async def choices_of_a_short_prompt(cluster: Cluster) -> None:
+    """One mixed worker alone: the prompt is computed for the first choice, whatever it computes beside."""
+    nc = await cluster.connect()
+    body: dict[str, Any] = {"prompt": prompt(40), "n": 3, "max_tokens": 8, "seed": 3, "cache_salt": "choices"}
+    async with draining(cluster, "mixed-1"):
+        texts, prefills = await asked(cluster, body)
+        assert sorted(each.cached_local_tokens for each in prefills) == [0, 40, 40]
+        assert {each.worker_id for each in prefills} == {"mixed-0"}
+        del body["n"]
+        for number, text in enumerate(texts):
+            alone = await cluster.generate(nc, **{**body, "seed": 3 + number})
+            assert (alone["text"], alone["usage"]["cached_tokens"]) == (text, 0)
+    await nc.close()
+
+
 async def killed_in_mid_answer(cluster: Cluster, tokens: int) -> None:
     """The text of one that nobody disturbs, without a token twice."""
     nc = await cluster.connect()
@@ -107,5 +124,6 @@ async def test_mixed_workers_give_a_pairs_bits_in_all_ways(tmp_path: Path) -> No
                 assert answer["prefill_worker"] == "prefill-0"
                 assert same(answer, cold[length]), length
         await nc.close()
+        await choices_of_a_short_prompt(cluster)
         await killed_in_mid_answer(cluster, 32)
         assert "identical" in replayed(cluster, tmp_path)

@@ -14,6 +14,7 @@ from frontend_double import MODEL, Double
 
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import parse_chat
+from halfmoon.schemas.api.responses import parse_responses
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.workers.frontend.openai.answer_parts import AnswerPart, AnswerParts, CallStyle
@@ -209,6 +210,16 @@ def refused(**fields: Any) -> ApiError:
     with pytest.raises(ApiError) as caught:
         parse_chat(json.dumps({"messages": CHAT, **fields}).encode())
     return caught.value
+
+
+def test_templates_are_told_what_was_sent_of_a_function() -> None:
+    """`strict` too, as transformers and vLLM tell them: left out, a prompt has other tokens than theirs."""
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    ask = parse_chat(json.dumps({"messages": CHAT, "tools": [strict, TIME]}).encode())
+    assert ask.tool_use is not None
+    assert ask.tool_use.tools == [strict, TIME]
+    flat = [{"type": "function", **strict["function"]}, {"type": "function", **TIME["function"]}]
+    assert parse_responses(json.dumps({"input": "Hi", "tools": flat}).encode()).tool_use == ask.tool_use
 
 
 def test_what_is_no_tool_or_no_choice_is_refused_by_name() -> None:

@@ -161,7 +161,7 @@ def with_a_mixed_worker(log: LogFile) -> list[Line]:
     ("content", "complaint"),
     [
         ('name = "best"', "name=best: none of halfmoon, mooncake, "),
-        ("tffs = 5", "tffs: there is no such key; the keys are name, admission"),
+        ("tffs = 5", "tffs: there is no such key; the keys are name, seed"),
         ("name =", "Invalid value"),
         ("[table]\na = 1", "table: there is no such key"),
     ],

@@ -315,12 +315,4 @@ OF_ANSWERS = [
         "|response of tools used with broken arguments",
         r"= \.body\.(usage\.(prompt|input|total)_tokens|choices\[\]\.message\.content|output\[\]\.content\[\]\.text)",
     ),
-    Difference(
-        "`strict` of a function, in the prompt",
-        "there",
-        "left out",
-        "all functions are strict here, so templates are not told",
-        "tools (required|named), strict",
-        r"= \.body\.usage\.(prompt|total)_tokens",
-    ),
 ]

@@ -119,6 +119,8 @@ class Script:
         self.committed: dict[str, set[int]] = {}
         self.delivered: dict[str, list[int]] = {}
         self.steps: list[RunIteration] = []
+        #: Orders whose prompts the shell says it had kept.
+        self.kept: frozenset[str] = frozenset()
         self._slots = 0
         self.hear(EngineIdled)
 
@@ -221,7 +223,8 @@ class Script:
             if decode.draws:
                 decoded.append(SampledToken(token_id=token_after(text)))
         step_ns = (30 if step.chunks else 10) * MS
-        self.hear(IterationMade, decoded=decoded, first=first, step_ns=step_ns, lost=list(lost))
+        kept = self.kept & {chunk.sequence.order_id for chunk in step.chunks}
+        self.hear(IterationMade, decoded=decoded, first=first, step_ns=step_ns, lost=list(lost), kept=kept)
         self.hear(EngineIdled)
 
     def _write(self, table: list[int], start: int, token_ids: list[int]) -> list[int]:

@@ -41,7 +41,7 @@ from halfmoon.workers.decode.actions import (
     SwapOut,
     Wake,
 )
-from halfmoon.workers.decode.deliveries import FINISHED_MAX
+from halfmoon.workers.decode.deliveries import FINISHED_BYTES_MAX, FINISHED_MAX
 from halfmoon.workers.decode.orders import EARLY_ORDERS_MAX, LAST_LAYERS_NS
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.machines import Announce, Report, TakeTokens
@@ -672,6 +672,25 @@ def test_a_frontend_that_missed_tokens_gets_them_again_while_they_are_known() ->
         script.give(order(number, max_tokens=1))
         script.hear(result(f"{number}-1"))
     assert asked(script, 1) == ResendReply(known=False)
+
+
+def test_what_long_prompts_were_told_of_takes_bounded_memory() -> None:
+    """Log probabilities of their tokens can be sent again too, and are a hundred kilobytes each."""
+    script = Script()
+    kept = script.state.orders.finished
+    most, rows = FINISHED_BYTES_MAX // 20, bytes(FINISHED_BYTES_MAX // 20)
+    for number in range(1, 40):
+        script.give(order(number, max_tokens=1))
+        told = SampledToken(token_id=101, prompt_logprobs=rows)
+        script.hear(msgspec.structs.replace(result(f"{number}-1"), first=told))
+    assert list(kept) == [f"{number}-1" for number in range(21, 40)]
+    assert kept.kept_bytes == sum(each.host_bytes for each in kept.values()) > 18 * most
+    assert kept.kept_bytes <= FINISHED_BYTES_MAX
+    # One that takes more by itself is kept until the next one.
+    script.give(order(40, max_tokens=1))
+    all_of_it = SampledToken(token_id=101, prompt_logprobs=bytes(FINISHED_BYTES_MAX))
+    script.hear(msgspec.structs.replace(result("40-1"), first=all_of_it))
+    assert list(kept) == ["40-1"]
 
 
 def test_what_is_asked_for_again_comes_in_parts_that_fit_in_a_message() -> None:

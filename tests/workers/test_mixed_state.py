@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from halfmoon.schemas.events import DecodeStarted, PrefillFailed, PrefillFinished, RequestFinished
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.sampling import Sampling
 from halfmoon.schemas.tokens import ResendRequest, TakeReply
 from halfmoon.workers.decode.actions import AnswerResend
 from halfmoon.workers.decode.events import ResendRequested
@@ -318,6 +320,64 @@ def test_whatever_is_heard(events: list[tuple[str, int]], blocks: int, budget: i
             prompt, answer = begun[each.order_id]
             number = int(each.order_id.partition("-")[0])
             assert script.delivered[each.request_id] == answer_of(number, prompt, answer)
+
+
+def choice_keys(script: Script) -> list[bytes]:
+    return [chunk.kept_key for step in script.steps for chunk in step.chunks]
+
+
+def test_a_short_prompt_with_further_choices_has_one_key() -> None:
+    script = Script()
+    for number in (1, 2):
+        script.begin(order(number, prompt=4), choices=3, root_key=b"tenant")
+        # The choices of one request have the same prompt.
+        reply = script.replies[f"{number}-1"]
+        script.replies[f"{number}-1"] = msgspec.structs.replace(reply, token_ids=pack_tokens([5, 6, 7, 8]))
+    script.run()
+    assert choice_keys(script) == [b"tenant" + pack_tokens([5, 6, 7, 8])] * 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields"),
+    [
+        (4, {"choices": 1}),
+        (5, {"choices": 3}),  # of two blocks: the pool has the first
+        (4, {"choices": 3, "sampling": Sampling(prompt_logprobs=1, ignore_eos=True)}),
+    ],
+)
+def test_what_is_computed_for_one_choice_alone_has_no_key(prompt: int, fields: dict[str, Any]) -> None:
+    script = Script()
+    script.begin(order(prompt=prompt), **fields)
+    script.run()
+    assert set(choice_keys(script)) == {b""}
+
+
+def test_a_prompt_that_was_kept_counts_as_cached_and_took_no_time() -> None:
+    script = Script()
+    script.kept = frozenset({"2-1"})
+    for number in (1, 2):
+        script.begin(order(number, prompt=4), choices=3)
+    while script.todo:
+        script.prepare()
+    script.run()
+    said = [each.event for each in script.said if isinstance(each, Report)]
+    first, second = [each for each in said if isinstance(each, PrefillFinished)]
+    assert (first.cached_local_tokens, second.cached_local_tokens) == (0, 4)
+    assert first.compute_ns > 0
+    assert second.compute_ns == 0
+
+
+def test_an_iteration_whose_prompts_were_all_kept_is_one_of_decodes() -> None:
+    script = Script()
+    script.kept = frozenset({"2-1"})
+    script.begin(order(1, prompt=4, answer=9), choices=3)
+    while not script.delivered:
+        script.advance()
+    script.begin(order(2, prompt=4), choices=3)
+    script.run()
+    beside = [step for step in script.steps if step.chunks and step.decodes]
+    assert len(beside) == 1, "it was not computed beside a decode"
+    assert script.state.heartbeat(0).steps == sum(bool(step.decodes) for step in script.steps)
 
 
 def test_a_stopped_worker_begins_nothing() -> None:

@@ -17,8 +17,6 @@ no prompt was computed meanwhile.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartMixed
 from halfmoon.schemas.events import (
@@ -38,7 +36,7 @@ from halfmoon.workers.adapters.completion import Unanswerable, body_of
 from halfmoon.workers.adapters.engine_blocks import salt_of
 from halfmoon.workers.adapters.events import AnswerBroke, EngineAsked, EngineLooked, Event, TokensHeard
 from halfmoon.workers.decode.actions import AnswerResend, EndSpan
-from halfmoon.workers.decode.deliveries import deliveries_of, keep_finished, resend_reply
+from halfmoon.workers.decode.deliveries import FinishedOrders, deliveries_of, resend_reply
 from halfmoon.workers.decode.events import ResendRequested
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.decode.step_times import StepTimes
@@ -77,7 +75,7 @@ class AdapterState:
         self.worker_id, self.incarnation = worker.worker_id, worker.incarnation
         self.layout, self.kv_blocks = worker.layout, worker.kv_blocks
         self.requests: dict[str, AdaptedRequest] = {}
-        self.finished: OrderedDict[str, DecodeSequence] = OrderedDict()
+        self.finished = FinishedOrders()
         self.times = StepTimes(profile)
         self.cache_percent = 0.0
         #: The newest first token of any order.
@@ -298,7 +296,7 @@ class AdapterState:
         assert sequence.result is not None, sequence.order_id
         self._end_span(sequence)
         self.out.append(Report(sequence.finished(self.worker_id, sequence.result, self.now_ns)))
-        keep_finished(self.finished, sequence)
+        self.finished.keep(sequence)
         del self.requests[sequence.order_id]
 
     def _fail(self, request: AdaptedRequest, reason: str, *, retryable: bool) -> None:

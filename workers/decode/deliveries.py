@@ -12,8 +12,9 @@ from halfmoon.workers.decode.sequence import DecodeSequence
 #: Of the tokens in one message; what a frontend makes of them for its client is up to four times as long, and must
 #: fit in a message too.
 MESSAGE_BYTES_MAX = 128 << 10
-#: Finished orders whose tokens can still be sent again.
-FINISHED_MAX = 512
+#: Finished orders whose tokens can still be sent again: so many, and fewer where they take more memory than this, which
+#: long prompts and the log probabilities of their tokens do.
+FINISHED_MAX, FINISHED_BYTES_MAX = 512, 64 << 20
 #: JSON around a delivery, of one token, and of one of its log probabilities: at most.
 _DELIVERY_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 1024, 128, 40
 
@@ -51,11 +52,18 @@ def _parts(deliveries: list[tuple[Delivery, int]]) -> Iterator[list[Delivery]]:
     yield part
 
 
-def keep_finished(finished: OrderedDict[str, DecodeSequence], sequence: DecodeSequence) -> None:
-    """Add it to those whose tokens can be sent again; the oldest make room."""
-    finished[sequence.order_id] = sequence
-    while len(finished) > FINISHED_MAX:
-        finished.popitem(last=False)
+class FinishedOrders(OrderedDict[str, DecodeSequence]):
+    """Those whose tokens can be sent again, by order, the oldest first."""
+
+    kept_bytes = 0
+
+    def keep(self, sequence: DecodeSequence) -> None:
+        """It has its last token. The oldest make room; the newest is kept, whatever it takes."""
+        self[sequence.order_id] = sequence
+        self.kept_bytes += sequence.host_bytes
+        while len(self) > 1 and (len(self) > FINISHED_MAX or self.kept_bytes > FINISHED_BYTES_MAX):
+            _, oldest = self.popitem(last=False)
+            self.kept_bytes -= oldest.host_bytes
 
 
 def resend_reply(sequence: DecodeSequence | None, request: ResendRequest, worker_id: str) -> ResendReply:

@@ -38,7 +38,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.workers.attention.holds import Holds
 from halfmoon.workers.decode.actions import Action, CopyLayers, EndSpan, Release, Wake
-from halfmoon.workers.decode.deliveries import deliveries_of, keep_finished
+from halfmoon.workers.decode.deliveries import FinishedOrders, deliveries_of
 from halfmoon.workers.decode.generated_blocks import generated_blocks, shares_generated
 from halfmoon.workers.decode.lenders import Lenders, borrows_of, holds_under
 from halfmoon.workers.decode.moves import Moves
@@ -89,7 +89,7 @@ class Orders:
         self.copies: dict[int, tuple[DecodeSequence, int]] = {}
         self.sharing: dict[str, DecodeSequence] = {}
         self.pushing: dict[str, DecodeSequence] = {}
-        self.finished: OrderedDict[str, DecodeSequence] = OrderedDict()
+        self.finished = FinishedOrders()
         #: By order, each with its author.
         self.early: OrderedDict[str, list[tuple[str, KvMessage]]] = OrderedDict()
         #: The compute thread waits for Wake.
@@ -346,7 +346,7 @@ class Orders:
         assert result is not None
         self._end_span(sequence)
         self.report(sequence.finished(self.worker_id, result, self.now_ns))
-        keep_finished(self.finished, sequence)
+        self.finished.keep(sequence)
         if self.has_store and shares_generated(sequence, self.layout):
             self._share_output(sequence)
         self._end(sequence)

@@ -24,6 +24,10 @@ from halfmoon.workers.sample_requests import end_ids, params_of
 _SAMPLING, _PARAMS = Sampling(), SamplingParams()
 
 
+#: Of an int in a list; of a `SampledToken`, its int and its float; and of each alternative that it names: a tuple.
+TOKEN_ID_BYTES, SAMPLED_BYTES, ALTERNATIVE_BYTES = 36, 200, 120
+
+
 class Stage(Enum):
     """Where a sequence stands."""
 
@@ -93,6 +97,13 @@ class DecodeSequence:
     def length(self) -> int:
         """Tokens whose KV is in the cache once the next step's input has been written, less one."""
         return len(self.prompt) + len(self.output) - 1
+
+    @property
+    def host_bytes(self) -> int:
+        """About what its tokens, and what is told of them, take of this process's memory. KV is not among it."""
+        scores = len(self.tokens[0].prompt_logprobs) if self.tokens else 0
+        each = SAMPLED_BYTES + ALTERNATIVE_BYTES * max(0, self.sampling.logprobs)
+        return TOKEN_ID_BYTES * len(self.prompt) + each * len(self.tokens) + scores
 
     def blocks_of(self, part: KvPart) -> range:
         """Whole blocks of the prompt that a part has. What follows them, where it grows, is sent to it."""

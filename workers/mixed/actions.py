@@ -28,6 +28,8 @@ class ChunkRows(msgspec.Struct, frozen=True, kw_only=True):
     stores: tuple[tuple[int, int], ...] = ()
     #: A token is to be drawn after its last row.
     draws: bool = False
+    #: Names a whole prompt of one block of which further answers are wanted: it may be kept, or have been. b"": not so.
+    kept_key: bytes = b""
     #: Gets how likely the tokens behind these are.
     scores: PromptScores | None = None
 

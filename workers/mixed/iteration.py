@@ -10,6 +10,7 @@ from halfmoon.store.errors import StoreError
 from halfmoon.workers import hold_points
 from halfmoon.workers.mixed.actions import ChunkRows, RunIteration
 from halfmoon.workers.model.prompt_rows import PromptRows
+from halfmoon.workers.prefill.kept_prompts import KeptPrompts
 from halfmoon.workers.sample_requests import next_token, request_of, token_of
 
 if TYPE_CHECKING:
@@ -21,10 +22,12 @@ class Made(NamedTuple):
 
     decoded: list[SampledToken]
     first: list[SampledToken]
+    #: Orders whose prompt was not computed, since it was kept.
+    kept: frozenset[str]
 
 
-def run(engine: Any, pool: PoolView | None, step: RunIteration) -> Made:
-    """On the compute thread."""
+def run(engine: Any, pool: PoolView | None, step: RunIteration, kept: KeptPrompts) -> Made:
+    """On the compute thread. `kept`: this worker's."""
     if hold_points.PLACE is not None:
         for row in step.decodes:
             hold_points.reached(hold_points.DECODE_STEP, len(row.sequence.output), row.sequence.order_id)
@@ -34,15 +37,7 @@ def run(engine: Any, pool: PoolView | None, step: RunIteration) -> Made:
             for layer in range(engine.cache.layers):
                 for slot, block in chunk.loads:
                     engine.cache.write_block(layer, block, pool.layer_block(slot, layer))
-    logits, ends = engine.mixed(
-        [
-            PromptRows(chunk.token_ids, chunk.start, chunk.table, chunk.draws, chunk.scores)
-            for chunk in step.chunks
-        ],
-        [row.token_id for row in step.decodes],
-        [row.position for row in step.decodes],
-        [row.table for row in step.decodes],
-    )
+    logits, ends, from_kept = _compute(engine, step, kept)
     if pool is not None:
         engine.synchronize()
         for chunk in step.chunks:
@@ -52,7 +47,44 @@ def run(engine: Any, pool: PoolView | None, step: RunIteration) -> Made:
         for chunk, end in zip(step.chunks, ends, strict=True)
         if chunk.draws
     ]
-    return Made(_draw(engine, logits, step), first)
+    return Made(_draw(engine, logits, step), first, from_kept)
+
+
+def _compute(engine: Any, step: RunIteration, kept: KeptPrompts) -> tuple[Any, list[Any], frozenset[str]]:
+    """The logits of the decodes and of each chunk's last token, and the orders whose prompt was not computed."""
+    ends: dict[int, Any] = {}
+    computed: list[int] = []
+    #: Prompts of this iteration by key: the first one is computed, the others are copies of it.
+    alike: dict[bytes, list[int]] = {}
+    for place, chunk in enumerate(step.chunks):
+        if not chunk.kept_key:
+            computed.append(place)
+        elif (end := kept.restore(chunk.kept_key, engine.cache, chunk.table[0])) is not None:
+            ends[place] = end
+        elif chunk.kept_key in alike:
+            alike[chunk.kept_key].append(place)
+        else:
+            alike[chunk.kept_key] = []
+            computed.append(place)
+    logits = None
+    if computed or step.decodes:
+        chunks = [step.chunks[place] for place in computed]
+        logits, made = engine.mixed(
+            [PromptRows(each.token_ids, each.start, each.table, each.draws, each.scores) for each in chunks],
+            [row.token_id for row in step.decodes],
+            [row.position for row in step.decodes],
+            [row.table for row in step.decodes],
+        )
+        ends.update(zip(computed, made, strict=True))
+        for place, chunk in zip(computed, chunks, strict=True):
+            if chunk.kept_key:
+                kept.keep(chunk.kept_key, ends[place], engine.cache, chunk.table[0])
+            # At once: of many prompts in one iteration few are kept to its end.
+            for other in alike.get(chunk.kept_key, ()):
+                ends[other] = kept.restore(chunk.kept_key, engine.cache, step.chunks[other].table[0])
+    places = range(len(step.chunks))
+    names = frozenset(step.chunks[place].sequence.order_id for place in places if place not in computed)
+    return logits, [ends[place] for place in places], names
 
 
 def _draw(engine: Any, logits: Any, step: RunIteration) -> list[SampledToken]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from halfmoon.workers.batch_former import Iteration, PromptChunk
 from halfmoon.workers.mixed.actions import ChunkRows, NextRow
 from halfmoon.workers.mixed.request import MixedRequest
+from halfmoon.workers.prefill.prompt_chunks import kept_key
 
 
 def decode_row(request: MixedRequest) -> NextRow:
@@ -41,8 +42,17 @@ def chunk_rows(request: MixedRequest, chunk: PromptChunk, formed: Iteration) -> 
             loads=loads if start == chunk.start else (),
             stores=_stores(request, start, stop),
             draws=last,
+            kept_key=_kept_key(request, chunk, stop),
             scores=None if request.answered else request.scores,
         )
+
+
+def _kept_key(request: MixedRequest, chunk: PromptChunk, stop: int) -> bytes:
+    """A name for a prompt that is computed in one piece; one that was preempted and is computed again has none."""
+    whole = chunk.start == 0 and stop == len(request.sequence.prompt)
+    if request.answered or not whole or request.scores is not None:
+        return b""
+    return kept_key(request.job)
 
 
 def _stores(request: MixedRequest, start: int, stop: int) -> tuple[tuple[int, int], ...]:

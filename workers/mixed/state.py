@@ -35,15 +35,13 @@ Source: Sarathi-Serve (OSDI'24), section 4.2 (stall-free batching).
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartMixed
 from halfmoon.schemas.events import DecodeStarted, WorkerHeartbeat
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.batch_former import BatchFormer, Iteration
 from halfmoon.workers.decode.actions import AnswerResend, EndSpan, Measure, Wake
-from halfmoon.workers.decode.deliveries import deliveries_of, keep_finished, resend_reply
+from halfmoon.workers.decode.deliveries import FinishedOrders, deliveries_of, resend_reply
 from halfmoon.workers.decode.events import EngineIdled, ResendRequested
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.decode.step_times import StepTimes
@@ -95,7 +93,7 @@ class MixedState:
             prompt_blocks_max=kv_blocks if layout.layers else None,
         )
         self.requests: dict[str, MixedRequest] = {}
-        self.finished: OrderedDict[str, DecodeSequence] = OrderedDict()
+        self.finished = FinishedOrders()
         self.room = CacheRoom(self.requests, layout, kv_blocks)
         self.former = BatchFormer(
             self.room,
@@ -262,7 +260,7 @@ class MixedState:
         # Only now has the compute thread left the blocks and slots of orders that were cancelled during the iteration.
         formed = self.former.made()
         self._end_cancelled()
-        self._timed(step, formed, event.step_ns)
+        self._timed(step, formed, event)
         drawn = iter(event.decoded)
         fresh: list[tuple[DecodeSequence, int]] = []
         for row in step.decodes:
@@ -289,17 +287,19 @@ class MixedState:
             if request is not None and sequence.finish_reason:
                 self._finish(request)
 
-    def _timed(self, step: RunIteration, formed: Iteration, step_ns: int) -> None:
+    def _timed(self, step: RunIteration, formed: Iteration, event: IterationMade) -> None:
         """Learn a step's cost from iterations of decodes alone; charge the rest of a mixed one to its chunks."""
         # By tokens: of two chunks in one iteration neither has a time of its own.
         count = len(step.decodes)
-        if not formed.chunks:
-            self.times.observe(step_ns, count, step.context_tokens)
+        chunks = [chunk for chunk in formed.chunks if chunk.name not in event.kept]
+        if not chunks:
+            if count:
+                self.times.observe(event.step_ns, count, step.context_tokens)
             return
         decode_ns = self.times.predict(count, step.context_tokens) if count else 0
-        chunks_ns = max(0, step_ns - decode_ns)
-        tokens = sum(chunk.tokens for chunk in formed.chunks)
-        for chunk in formed.chunks:
+        chunks_ns = max(0, event.step_ns - decode_ns)
+        tokens = sum(chunk.tokens for chunk in chunks)
+        for chunk in chunks:
             if (request := self.requests.get(chunk.name)) is not None:
                 request.compute_ns += chunks_ns * chunk.tokens // tokens
 
@@ -335,6 +335,7 @@ class MixedState:
             if request.answered:
                 continue
             request.answered = True
+            request.job.kept = request.order_id in event.kept
             sequence = request.sequence
             token = sequence.next_known() or token
             sequence.result = request.job.end_computed(token, request.compute_ns, self.wall_ns, self.out)
@@ -356,7 +357,7 @@ class MixedState:
         assert sequence.result is not None, request.order_id
         self._end_span(sequence)
         self.out.append(Report(sequence.finished(self.worker_id, sequence.result, self.now_ns)))
-        keep_finished(self.finished, sequence)
+        self.finished.keep(sequence)
         self._forget(request)
 
     def _lose(self, order_id: str) -> None:

@@ -43,6 +43,7 @@ from halfmoon.workers.prefill.actions import (
     StartPush,
     StopComputing,
 )
+from halfmoon.workers.prefill.kept_prompts import KeptPrompts
 from halfmoon.workers.prefill.prompt_worker import PromptWorker
 
 
@@ -62,6 +63,7 @@ class MixedWorker(PromptWorker):
             prepared_max=config.prepared_max,
         )
         self._awake = asyncio.Event()
+        self._kept = KeptPrompts()
         #: The next iteration of the compute thread.
         self._work: RunIteration | None = None
         await self.prepare_prompts()
@@ -152,11 +154,11 @@ class MixedWorker(PromptWorker):
 
     async def _iterate(self, step: RunIteration) -> None:
         started_ns = time.monotonic_ns()
-        made = await self.compute(iteration.run, self.engine, self._pool, step)
+        made = await self.compute(iteration.run, self.engine, self._pool, step, self._kept)
         loaded = [chunk.sequence.order_id for chunk in step.chunks if chunk.loads]
         lost = [order_id for order_id in loaded if not self._is_unchanged(order_id)]
         step_ns = time.monotonic_ns() - started_ns
-        if not step.chunks:
+        if step.decodes and len(made.kept) == len(step.chunks):
             self.metrics.stepped(step_ns, len(step.decodes), step.context_tokens)
         self.hear(
             IterationMade(
@@ -166,6 +168,7 @@ class MixedWorker(PromptWorker):
                 first=made.first,
                 step_ns=step_ns,
                 lost=lost,
+                kept=made.kept,
             )
         )
         if self.config.layout.layers == 0:

@@ -44,12 +44,15 @@ def prompt_to_compute(job: Prepared) -> ComputePrompt:
         present=job.present,
         stages=job.stages,
         prompt_logprobs=job.reply.sampling.prompt_logprobs,
-        kept_key=_kept_key(job),
+        kept_key=kept_key(job),
     )
 
 
-def _kept_key(job: Prepared) -> bytes:
-    """The root key stands for the tenant and the salt. In stages no worker has the KV of all layers."""
+def kept_key(job: Prepared) -> bytes:
+    """The name of a prompt of one block of which further answers are wanted; b"": it is not kept.
+
+    The root key stands for the tenant and the salt. In stages no worker has the KV of all layers.
+    """
     short = len(job.token_ids) <= job.rules.layout.block_tokens
     if job.reply.choices < 2 or not short or job.stages:
         return b""
