@@ -4,8 +4,8 @@ The request comes costed (`placement.costed`), and the policy's rule chooses amo
 (`placement.policies`). `decide` gives a placement or a refusal with its reason, and changes nothing. Each admission
 mode looks at the load of decode in its own way:
 
-- `none`: everything is queued; only what can never run, full queues, and what must borrow and finds no room are
-  refused.
+- `none`: everything is queued; refused are only requests that can never run, that find all queues full, or that must
+  borrow and find no room.
 - `late`: TTFT is checked here, TBT only by the decode worker, after prefill.
 - `early`: TBT is checked here too, against the requests that are in decode now. Requests still in prefill do not count,
   so the load oscillates.

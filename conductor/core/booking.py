@@ -41,7 +41,7 @@ from halfmoon.schemas.events import RequestArrived, StageFinished
 
 
 def give_order(state: State, request: Request, placement: Placement, out: StepOutput) -> None:
-    """Give both halves of a placement, and reserve what they take."""
+    """Give both halves of a placement, and reserve their time and room."""
     state.orders_now += 1
     order_id = f"{state.seq}-{state.orders_now}"
     now_ns = state.at_ns
@@ -209,7 +209,7 @@ def join_prefills(state: State, worker: WorkerRecord, order: Order) -> PromptDut
 
 
 def book_decode(state: State, worker: WorkerRecord, order: Order) -> None:
-    """Reserve what the decode half takes."""
+    """Reserve the decode half's time and room."""
     duty = worker.batch
     assert duty is not None, (worker, order)
     duty.orders[order.order_id] = order.decode.reserved_blocks
@@ -232,7 +232,7 @@ def book_stages(state: State, order: Order) -> None:
 
 
 def free_prefill(state: State, order: Order) -> None:
-    """Free what the prefill half has reserved: it is over, one way or another."""
+    """Free the reservations of the prefill half: it is over, one way or another."""
     if order.phase == "decode":
         return
     order.phase = "decode"
@@ -324,7 +324,7 @@ def withdraw(state: State, order: Order, out: StepOutput, *, prefill_runs: bool,
 
 
 def release_nodes(state: State, order: Order, out: StepOutput) -> None:
-    """Have the stores drop what they hold for an order."""
+    """Have the stores drop the order's holds."""
     nodes = dict.fromkeys((order.prefill_node_id, order.decode_node_id, order.prefill.fetch_node_id))
     out.extend(
         ReleaseOrder(order_id=order.order_id, node_id=node_id) for node_id in nodes if node_id in state.stores

@@ -19,7 +19,7 @@ class Choice(NamedTuple):
     """The decision on a request that was never placed."""
 
     verdict: Placement | Refusal
-    #: What the way that was not taken (pair or mixed) would have been; None: there was one way only.
+    #: The verdict on the other way (pair or mixed); None: there was one way only.
     other_way: Placement | Refusal | None = None
     #: How long it waits for a worker instead of being refused; 0: it does not wait.
     wait_ns: int = 0

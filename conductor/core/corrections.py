@@ -73,7 +73,7 @@ def _step_permille(worker: WorkerRecord) -> int:
 
 
 def correction_of(worker: WorkerRecord) -> tuple[WorkerRole, int, int]:
-    """For people: role, the correction of what it does, and the busy neighbours that a prefill's is for."""
+    """For people: role, its correction, and the number of busy neighbours that a prefill's correction is for."""
     if worker.prompts is None:
         return worker.role, _step_permille(worker), 0
     return worker.role, permille_now(worker), worker.prompts.neighbours
@@ -112,7 +112,7 @@ def _keep_prefill(state: State, duty: PromptDuty, order: Order, event: PrefillFi
     if event is not None:
         cached = event.cached_local_tokens + event.cached_fetched_tokens
     if order.mixed:
-        # Only the worker knows what of its iterations was the prompt's.
+        # Only the worker knows the prompt's share of its iterations.
         took_ns = event.compute_ns if event is not None else 0
     else:
         is_head = next(iter(duty.orders), "") == order.order_id
@@ -124,7 +124,7 @@ def _keep_prefill(state: State, duty: PromptDuty, order: Order, event: PrefillFi
 
 
 def step_seen(state: State, worker: WorkerRecord, sequences: int, context_tokens: int, step_ns: int) -> int:
-    """Keep what steps took, and tell the correction that they had."""
+    """Keep the measured time of steps; the correction that their prediction had."""
     duty = worker.batch
     if duty is None or not corrected(state, worker):
         return EXACT_PERMILLE
@@ -134,7 +134,7 @@ def step_seen(state: State, worker: WorkerRecord, sequences: int, context_tokens
 
 
 def answer_seen(state: State, order: Order, event: RequestFinished) -> None:
-    """Keep what the longest intervals of an answer took of its mean one."""
+    """Keep the ratio of an answer's longest intervals to its mean one."""
     worker = state.workers.get(order.decode_id)
     if worker is None or worker.batch is None or not corrects_tbt(state, worker):
         return
@@ -215,7 +215,7 @@ def _computes(state: State, worker: WorkerRecord) -> bool:
 
 
 def price_prompt(state: State, order: Order, prefill: Candidate) -> None:
-    """Note what the order's prefill is priced by, for when it is priced anew."""
+    """Note the inputs of the price of the order's prefill, for when it is priced anew."""
     worker = state.workers[order.prefill_id]
     if corrected(state, worker):
         half = order.prefill

@@ -51,15 +51,15 @@ class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
     decode: list[DecodeCandidate]
     #: Workers that could not be chosen: id to why.
     left_out: dict[str, str]
-    #: Mixed workers that could do both halves, and what the way that was not taken (pair or mixed) would have been;
-    #: None: there was one way only.
+    #: Mixed workers that could do both halves, and the verdict on the other way (pair or mixed); None: there was one
+    #: way only.
     mixed: list[MixedCandidate] = []
     other_way: Placement | Refusal | None = None
     #: Attention workers that could hold KV: blocks that were free, and all that they have.
     attention: dict[str, tuple[int, int]] = {}
     #: Holders of others' KV that are avoided as slow: ns that a step waited for each, and was expected to wait.
     slow: dict[str, tuple[int, int]] = {}
-    #: Of workers whose predictions are corrected: role, thousandths of what was fitted, and busy neighbours (prefill).
+    #: Workers whose predictions are corrected: role, thousandths of the fit, and busy neighbours (prefill).
     corrections: dict[str, tuple[WorkerRole, int, int]] = {}
     #: Policies that would have placed it on other workers, then and there: the pair of each.
     rivals: dict[str, tuple[str, str]] = {}
@@ -181,19 +181,19 @@ class RoleGrounds(msgspec.Struct, kw_only=True):
     #: How full each pool is, and will be.
     load_before: dict[WorkerRole, int]
     load_after: dict[WorkerRole, int]
-    #: How long it has been so; what arrived in the window before.
+    #: Time since when it has been so; arrivals in the window before.
     held_ns: int
     window_ns: int
     requests: int
     prefill_ns: int
     answer_tokens: int
-    #: Until it has finished what it has, and each other one that could have gone, as predicted.
+    #: Predicted time until it has finished its orders, and the same for each other worker that could have gone.
     done_ns: int
     others: dict[str, int]
 
 
 class MoveGrounds(msgspec.Struct, kw_only=True):
-    """Why a part of a request went where it went: what the plan looked at."""
+    """The figures by which a plan moved a part of a request."""
 
     plan_id: str
     request_id: str
@@ -204,7 +204,7 @@ class MoveGrounds(msgspec.Struct, kw_only=True):
     lender_id: str
     segments: int
     tokens: int
-    #: The owner's batch and what waited for its room; whether that was one that might come.
+    #: The owner's batch and the requests that waited for its room; whether that was one that might come.
     batch: int
     waiting: int
     proactive: bool
@@ -216,7 +216,7 @@ class MoveGrounds(msgspec.Struct, kw_only=True):
     joining: int
     rate_before: int
     rate_after: int
-    #: Of a step with the move: the lender's attention to what it has of the owner's, and the owner's to its own.
+    #: Of a step with the move: the lender's attention to the owner's segments, and the owner's to its own.
     away_ns: int
     own_ns: int
     #: Creditors that were passed over: id and percent reserved.

@@ -53,7 +53,7 @@ def _check_orders(state: State) -> None:
         prefill = state.workers.get(order.prefill_id)
         held = prefill is not None and order_id in prefill.prefills
         assert held == prefills, ("I4 prefill half", order.phase, order)
-        # Else a stage is booked on a worker that will never say that it is over.
+        # Else a stage is booked on a worker that will never report its end.
         assert prefills or not order.prefill.staged, ("I5 stages after the prefill", order)
         for worker_id in order.prefill.staged:
             stage = state.workers.get(worker_id)
@@ -158,7 +158,7 @@ def _check_prompts(state: State, worker_id: str, duty: PromptDuty) -> None:
 
 
 def _check_batch(state: State, worker_id: str, duty: BatchDuty) -> int:
-    """KV blocks that are reserved for what it decodes."""
+    """KV blocks that are reserved for the worker's own sequences."""
     orders = [state.orders[order_id] for order_id in duty.orders]
     assert all(order.decode_id == worker_id for order in orders), ("I22 decodes of others", worker_id, duty)
     context = sum(order.decode.context_tokens for order in orders)
@@ -167,7 +167,7 @@ def _check_batch(state: State, worker_id: str, duty: BatchDuty) -> int:
 
 
 def _check_loans(state: State, worker: WorkerRecord) -> None:
-    """All that is lent was borrowed, and there is room for it beside what the worker's own borrowers will need."""
+    """Every loan is in its order too, and fits beside the future blocks of the worker's own borrowers."""
     promised = 0
     for order_id, blocks in worker.lent.items():
         assert order_id in state.orders, ("I32 lent to no order", worker.worker_id, order_id)

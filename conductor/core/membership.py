@@ -117,7 +117,7 @@ def _duties(event: WorkerJoined) -> tuple[PromptDuty | None, BatchDuty | None, H
 
 
 def _is_same(known: WorkerRecord, worker: WorkerRecord) -> bool:
-    """The same process, which does what it did."""
+    """True for the same process, on the same node and with the same duties."""
     return (
         (known.incarnation, known.role, known.node_id) == (worker.incarnation, worker.role, worker.node_id)
         # A role has its duties, but for holding, which an option brings.
@@ -126,9 +126,7 @@ def _is_same(known: WorkerRecord, worker: WorkerRecord) -> bool:
 
 
 def _carry_over(known: WorkerRecord, worker: WorkerRecord) -> None:
-    """The same process joins once more: what it does goes on, and what it takes is known, unless that was measured
-    anew.
-    """
+    """The same process joins once more: its orders go on, and learned costs stay unless it measured them anew."""
     worker.draining, worker.change.becomes = known.draining, known.change.becomes
     worker.reserved_blocks = known.reserved_blocks
     learned = known.learning.profile == worker.learning.profile
@@ -162,7 +160,7 @@ def worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> W
     """The worker, if its incarnation is the known one."""
     worker = state.workers.get(event.worker_id)
     if worker is None or worker.incarnation != event.incarnation:
-        # Its heartbeat does not say what it is; it goes by target_id.
+        # The heartbeat has no role; the process recognizes itself by target_id.
         role = worker.role if worker is not None else "prefill"
         if _ask(state, "worker", role, event.worker_id, out) and worker is not None:
             worker.report.asked = True

@@ -1,11 +1,11 @@
 """Objectives of a request, and the predictions from which it is refused.
 
-A request that names no objective has the cluster's. With `idle_served` that is never less than ALONE_TIMES what the
-request takes at workers which do nothing else: an objective that none meets even then would refuse it for ever, on a
+A request that names no objective has the cluster's. With `idle_served` that is never less than ALONE_TIMES the time of
+the request at workers which do nothing else: an objective that none meets even then would refuse it for ever, on a
 cluster that could serve it. And a prediction that nothing recent supports refuses nothing at an idle worker: the
-request is served, and teaches what it took. Costs that were measured on a busy machine are corrected so.
+request is served, and its time teaches. Costs that were measured on a busy machine are corrected so.
 
-Ours. Mooncake (ARXIV, section 8.1) sets its limits by what a request takes alone, too: ten times for TTFT, five for
+Ours. Mooncake (ARXIV, section 8.1) sets its limits by a request's time alone, too: ten times that for TTFT, five for
 TBT.
 """
 
@@ -22,9 +22,9 @@ from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.types import INT_MAX
 
-#: With priority -1000, which halves every limit, what an idle worker takes is just within it.
+#: With priority -1000, which halves every limit, the time at an idle worker is just within it.
 ALONE_TIMES = 2
-#: What was measured within this time supports a prediction.
+#: A measurement within this time supports a prediction.
 RECENT_NS = 60 * SECOND_NS
 
 

@@ -49,7 +49,7 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
     costed = _cost(state, request)
     choice = choose(costed)
     verdict = choice.verdict
-    # Refused requests teach too: demand that is turned away is what a pool lacks workers for.
+    # Refused requests teach too: a pool lacks workers for the demand that is turned away.
     learn_arrival(costed, verdict)
     if out.explains(event.request_id):
         out.notes.append(explain_arrival(costed, choice, seq=state.seq))

@@ -87,7 +87,7 @@ def _prompts(state: State, seen: Look) -> int:
 
 
 def _queued(state: State, workers: Sequence[WorkerRecord]) -> int:
-    """To be worked off beside what arrives, within the SLO and the window."""
+    """Workers for the queue: it is to be worked off beside new arrivals, within the SLO and the window."""
     horizon_ns = max(1, state.policy.ttft_slo_ns + state.policy.elastic_window_ns)
     return sum(queue_ns(worker, state.at_ns) for worker in workers) * 1_000 // horizon_ns
 

@@ -1,4 +1,4 @@
-"""Roles that change: a worker takes nothing new, finishes what it has, and joins again in another role.
+"""Roles that change: a worker takes nothing new, finishes its orders, and joins again in another role.
 
 No change empties a role: in every role that had workers some stay. An operator orders a change (`RoleWanted`), or the
 planner, by load: a worker goes from the emptier pool to the fuller one, if the fuller one gains by it.
@@ -124,7 +124,7 @@ def _who_goes(state: State, role: WorkerRole) -> WorkerRecord | None:
 
 
 def done_ns(state: State, worker: WorkerRecord) -> tuple[int, int]:
-    """Whether others' requests rest on it, and when it will have finished what it has: from now, as predicted."""
+    """Whether others' requests rest on it, and the predicted time until it has finished its orders."""
     if worker.batch is None:
         return 0, queue_ns(worker, state.at_ns)
     orders = [state.orders[order_id] for order_id in worker.orders]

@@ -23,14 +23,14 @@ from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
 
 
 def learn_offered_of(state: State, verdict: Placement | Refusal) -> None:
-    """Count what a request that was decided on takes to compute, where that was predicted."""
+    """Count the predicted compute time of a request that was decided on."""
     if verdict.predicted.prefill_ns:
         learn_offered(state.offered, verdict.predicted.prefill_ns, state.at_ns)
 
 
 def learn_arrival(costed: Costed, verdict: Placement | Refusal) -> None:
-    """Count also what a request that has just arrived found busy, which of its blocks were displaced, and its demand on
-    both pools, whether it is placed or not.
+    """Count also the busy workers at a request's arrival, its displaced blocks, and its demand on both pools, whether
+    it is placed or not.
     """
     state, event = costed.state, costed.request
     learn_offered_of(state, verdict)
@@ -67,8 +67,8 @@ def learn_prefill(
     of_request: int,
     permille: int = EXACT_PERMILLE,
 ) -> None:
-    """From a prefill that computed `prompt_tokens` with what was cached (0: not known; then it teaches nothing), for a
-    request whose own prompt has `of_request`. `permille`: its correction, which the fit does not learn too.
+    """Learn from a prefill that computed `prompt_tokens`, cached ones included (0: not known; then it teaches nothing),
+    for a request whose own prompt has `of_request`. `permille`: its correction, which the fit does not learn too.
     """
     cached = event.cached_local_tokens + event.cached_fetched_tokens
     if of_request:

@@ -54,7 +54,7 @@ FEW_WORKERS = 8
 FEW_NODES = 32
 #: Later than any first token.
 NEVER_NS = 2**62
-#: What the orders of choice compare: first token with the price of copies, transfer, orders; then the place by id.
+#: The figures that orders of choice compare: first token with the price of copies, transfer, orders; then place by id.
 Rank = tuple[int, int, int, int]
 NEVER: Rank = (NEVER_NS, 0, 0, 0)
 #: Bounds every rank.
@@ -117,7 +117,7 @@ def earliest_first_token(
 
 
 def _bounded(rules: PolicyRules) -> bool:
-    """True where the lower bounds below bound what the policy compares."""
+    """True where the lower bounds below are bounds of the policy's own figures."""
     if rules.prefill == EARLIEST_TOKEN_WITH_COPIES:
         return True
     # The bounds contain the price of copies: they bound a rank without it only where there is none.

@@ -114,7 +114,8 @@ def why_not(state: State, worker: WorkerRecord, request: RequestArrived) -> str:
 
 def fits(state: State, worker: WorkerRecord, request: RequestArrived) -> bool:
     """Whether the worker, and its node's pool, could hold its part of the request, were they empty."""
-    if worker.batch is not None:  # of a mixed one too: it decodes what it has computed
+    # A mixed worker too: it decodes the prompts that it computes.
+    if worker.batch is not None:
         return decode_fits(state, worker, request)
     # A worker that only holds parts of others' sequences has no half of a request, so none is too long for it.
     return worker.prompts is None or prefill_fits(state, worker, request)

@@ -59,14 +59,15 @@ def shortest_step(
 ) -> ShortestStep | None:
     """The candidate that `choose_decode` would take of all those with room.
 
-    None when it is not known here: the policy chooses otherwise, workers differ in what they can hold, or none has
-    room. Then all must be looked at.
+    None when it is not known here: the policy chooses otherwise, workers differ in capacity, or none has room. Then all
+    must be looked at.
     """
     index = state.loads.decode
     context = request.prompt_tokens + answer_tokens
     if rules_of(state).decode != SHORTEST_STEP or not index.block_tokens:
         return None
-    if state.loads.priced:  # rows do not know what a step waits for
+    # Rows have no part of a step's wait for attention elsewhere.
+    if state.loads.priced:
         return None
     if request.prompt_tokens + request.max_tokens > index.tokens_max:
         return None

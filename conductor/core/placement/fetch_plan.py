@@ -28,7 +28,7 @@ Links = Mapping[str, Mapping[str, Link]]
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
-    """One prompt at one prefill worker: what a fetch plan starts from."""
+    """One prompt at one prefill worker: the inputs of a fetch plan."""
 
     worker: WorkerRecord
     tokens: int

@@ -121,8 +121,8 @@ def _pipeline_ns(
     uncached = tokens - cached
     chunks = -(-uncached // chunk)
     begun = cached + (chunks - 1) * chunk
-    # Stages are as fast as the slowest worker. What a prefill costs besides its tokens, each chunk of fast numerics
-    # costs again; exact ones have the same chunks on one worker.
+    # Stages are as fast as the slowest worker. In fast numerics each chunk has the fixed cost of a prefill again; in
+    # exact ones there are the same chunks on one worker.
     base_ns = max(worker.cost.prefill_base_ns for worker in members)
     extra_ns = base_ns * (chunks - 1) if last.layout.numerics == "fast" else 0
     all_ns = max(worker.cost.prefill_ns(tokens, cached) for worker in members) - base_ns + extra_ns

@@ -16,7 +16,7 @@ from halfmoon.schemas.lending import KvPart
 
 
 class Candidate(msgspec.Struct, kw_only=True):
-    """A prefill worker, and what the prompt would take there, from now on."""
+    """A prefill worker, and the prompt's times there, from now on."""
 
     worker_id: str
     node_id: str
@@ -38,8 +38,8 @@ class Candidate(msgspec.Struct, kw_only=True):
     prompt_blocks: int
     #: Blocks of this prompt that must be computed.
     uncached_blocks: int
-    #: Price of one more copy of blocks that are elsewhere: the time to compute what it displaces, as far as that is
-    #: reused. 0 under policies that do not price copies.
+    #: Price of one more copy of blocks that are elsewhere: the time to compute the displaced blocks, as far as these
+    #: are reused. 0 under policies that do not price copies.
     copies_ns: int = 0
     #: Out of the choice, because its queue is as long as it may be.
     full: bool = False
@@ -68,7 +68,7 @@ class DecodeCandidate(msgspec.Struct, kw_only=True):
     #: Parts of its KV where the worker keeps none, and the blocks of each (of parts by sequence: all together).
     cache: list[KvPart] = []
     cache_blocks: int = 0
-    #: Of `tbt_ns`, what waits for attention elsewhere; in how many groups the batch takes turns (0: it does not).
+    #: Part of `tbt_ns` that waits for attention elsewhere; number of groups in which the batch takes turns (0: none).
     waits_ns: int = 0
     groups: int = 0
 

@@ -1,9 +1,10 @@
-"""Candidates that are one mixed worker each: what a request would take where prompts and answers share iterations.
+"""Candidates that are one mixed worker each: a request's times where prompts and answers share iterations.
 
 Beside a prompt's chunks go the decodes that the worker has, so a prompt takes as many decode steps longer as it takes
 iterations; and beside the answer go chunks of other prompts, up to the token budget, wherever there are others.
 
-Source: Sarathi-Serve (OSDI'24), sections 4.2 and 4.3: what a chunk adds to a decode's iteration, and the reverse.
+Source: Sarathi-Serve (OSDI'24), sections 4.2 and 4.3: the time that a chunk adds to a decode's iteration, and the
+reverse.
 """
 
 from __future__ import annotations

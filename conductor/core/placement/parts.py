@@ -1,14 +1,14 @@
 """Parts: which workers hold the KV of a request that its decode worker does not hold alone.
 
-*Lenders* are decode workers: the prompt's first segments lie at some, which attend to them (`workers.attention`); what
-follows, and every new token, is the decode worker's own. *Attention workers* hold all of it for a decode worker that
-keeps none: one has all KV heads of a request, or several a range of heads each, as their caches are made. Where none
-has room for all, and they take parts of sequences (`lends`), the prompt's first segments lie at some and what follows
-at another.
+*Lenders* are decode workers: the prompt's first segments lie at some, which attend to them (`workers.attention`); the
+rest, and every new token, is the decode worker's own. *Attention workers* hold all KV for a decode worker that keeps
+none: one has all KV heads of a request, or several a range of heads each, by the shape of their caches. Where none has
+room for all, and they take parts of sequences (`lends`), the prompt's first segments lie at some and the rest at
+another.
 
-Either way as few whole segments as possible lie elsewhere than what follows them, at as few workers as possible, the
-emptiest first. Room is booked where it is (`loans`) the moment the order is given; for all of it, and for the longest
-answer, at attention workers. A loan ends with its order, and with the worker at either end of it.
+Either way as few whole segments as possible lie apart from the rest, at as few workers as possible, the emptiest first.
+Room is booked at its worker (`loans`) the moment the order is given; at attention workers for all KV, and for the
+longest answer. A loan ends with its order, and with the worker at either end of it.
 
 Source: Infinite-LLM (arXiv 2401.02669), sections 4 and 5: debtors, creditors, and a ledger of both; Lamina (arXiv
 2405.01814), section 4.2: attention split by requests or by heads.
@@ -191,7 +191,7 @@ def _by_sequence(
     request: RequestArrived,
     room: BlocksOf,
 ) -> FoundPlaces | None:
-    """The prompt's first segments at others than what follows; as few as possible, the emptiest by `room`."""
+    """The prompt's first segments at other workers than the rest; as few as possible, the emptiest by `room`."""
     layout = worker.layout
     blocks = layout.blocks(request.prompt_tokens + request.max_tokens)
     able = emptiest_first(splitting(holders, layout), room)
@@ -206,7 +206,7 @@ def _by_sequence(
 
 
 def _parts(layout: Layout, first: Sequence[tuple[WorkerRecord, int]], last: WorkerRecord) -> list[KvPart]:
-    """One for each of `first`, with its segments, and one for what follows."""
+    """One part for each of `first`, with its segments, and one for the rest."""
     parts: list[KvPart] = []
     begin = 0
     for holder, segments in [*first, (last, 0)]:

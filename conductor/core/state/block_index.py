@@ -1,6 +1,6 @@
 """Block index: block key to the nodes that hold it, as a bit mask; one table for each tier.
 
-A node has one bit as long as its store agent is known. The index is soft state: agents announce what they hold, and a
+A node has one bit as long as its store agent is known. The index is soft state: agents announce their blocks, and a
 node that leaves takes its bits along. Pure; part of the core.
 """
 
@@ -20,7 +20,7 @@ CHUNK_BLOCKS = 4
 CHUNK_BLOCKS_MAX = 256
 
 
-#: Digits of a binary number to what they say.
+#: Digit of a binary number → its value.
 _BITS = bytes.maketrans(b"01", b"\0\1")
 _STRUCT_CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
@@ -49,7 +49,7 @@ class BlockIndex:
         self._bits: dict[str, int] = {}
 
     def join(self, node_id: str) -> None:
-        """A node starts, with no blocks. What was known of it is forgotten."""
+        """A node starts, with no blocks. Its earlier blocks are forgotten."""
         if node_id in self._bits:
             # It starts again: with the bit that it had, no other node's masks change.
             self._purge(self._bits[node_id])

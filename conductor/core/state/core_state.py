@@ -1,7 +1,7 @@
 """The state of the core: plain values, changed in place behind `Core.step` only.
 
-Every dictionary is filled in an order that the log alone decides, and a snapshot keeps that order. Times are ns of
-the log; what stands behind each id is in `records`.
+Every dictionary is filled in an order that the log alone decides, and a snapshot keeps that order. Times are ns of the
+log; the records behind ids are in `records`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class State(msgspec.Struct, kw_only=True, dict=True):
 
     seq: int = 0
     at_ns: int = 0
-    #: `at_ns` less the server's clock: what its steps back and forth add up to.
+    #: `at_ns` less the server's clock: the sum of its steps back and forth.
     clock_lead_ns: int = 0
     #: Orders given in the present step.
     orders_now: int = 0
@@ -64,7 +64,7 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     asked_ns: dict[str, int] = {}
     #: Transfers that leave a node: node, order, predicted end.
     leaving: dict[str, dict[str, int]] = {}
-    #: Destination, source: what links achieved; from DRAM, from SSD.
+    #: Destination → source → measured bandwidth of the link; from DRAM, from SSD.
     links: dict[str, dict[str, Link]] = {}
     ssd_links: dict[str, dict[str, Link]] = {}
     #: By class of max_tokens.
@@ -82,7 +82,7 @@ class State(msgspec.Struct, kw_only=True, dict=True):
         return self.at_ns - self.clock_lead_ns
 
     def log_ns(self, stamped_ns: int) -> int:
-        """The log's time of what the server stamped since its clock was last set."""
+        """The log's time for a server's time since its clock was last set."""
         return stamped_ns + self.clock_lead_ns
 
     @property
@@ -99,7 +99,7 @@ class State(msgspec.Struct, kw_only=True, dict=True):
         return indexes
 
     def host(self, worker: WorkerRecord) -> str:
-        """The host of the worker's node; where no store agent tells it, the node."""
+        """The host of the worker's node; without a store agent there, the node."""
         store = self.stores.get(worker.node_id)
         return worker.node_id if store is None else store.host
 

@@ -51,7 +51,7 @@ class SeenSteps(msgspec.Struct, array_like=True):
 
 
 def ratio_permille(predicted_ns: int, seen_ns: int) -> int:
-    """`seen_ns` in thousandths of what was predicted."""
+    """`seen_ns` in thousandths of `predicted_ns`."""
     return min(max(seen_ns * 1_000 // max(1, predicted_ns), PERMILLE_MIN), PERMILLE_MAX)
 
 
@@ -61,7 +61,7 @@ def keep(seen: list[SeenPrefill] | list[SeenSteps] | list[int], window: int) -> 
 
 
 def middle_permille(ratios: Sequence[int], otherwise: int) -> int:
-    """The factor that `ratios`, oldest first, tell of; `otherwise`: what it is thought to be without them."""
+    """The factor by `ratios`, oldest first; `otherwise`: its value without them."""
     if len(ratios) < FEW:
         return _median([otherwise, *ratios])
     found = _median(ratios)

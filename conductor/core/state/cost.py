@@ -1,8 +1,7 @@
 """Learned costs: refitted profiles, the bandwidth of links, the length of answers.
 
-Predictions are integers (ns), made by the formulas of `CostProfile`. Its coefficients are refitted from what
-workers report, by recursive least squares with floats under + - * / only, so that every conductor gets the
-same bits.
+Predictions are integers (ns), made by the formulas of `CostProfile`. Its coefficients are refitted from workers'
+reports, by recursive least squares with floats under + - * / only, so that every conductor gets the same bits.
 
 Source: Mooncake (FAST'25), equation 1, for the form of prefill; the transfer term and its sharing are ours.
 """
@@ -18,8 +17,8 @@ from halfmoon.schemas.numbers import SECOND_NS
 NOISE = 0.1
 #: Added to the variance with every measurement, so that old ones fade (about a thousand count).
 DRIFT = 0.001
-#: A measurement counts as at most this many times, at least one part in this many, of what was predicted (a
-#: stalled machine).
+#: A measurement counts as at most this many times the prediction, and at least one part in this many (a stalled
+#: machine).
 OUTLIER = 4.0
 #: Part of a new measurement in a bandwidth's moving average, in tenths.
 EWMA_TENTHS = 3
@@ -64,7 +63,7 @@ def _first_fit(coefficients: tuple[float, float, float], typical: tuple[float, f
 
 
 def _observe(fit: Fit, features: tuple[float, float, float], seen_ns: int) -> bool:
-    """Learn from one measurement; False (and nothing learned) when it or what it leads to makes no sense."""
+    """Learn from one measurement; False (and nothing learned) when it, or the fit with it, makes no sense."""
     x = [f * s for f, s in zip(features, fit.scale, strict=True)]
     w, p = fit.weights, fit.covariance
     predicted = x[0] * w[0] + x[1] * w[1] + x[2] * w[2]
@@ -144,7 +143,7 @@ def _whole(value: float) -> int:
 
 
 def measured_permille(known: int, expected_ns: int, seen_ns: int) -> int:
-    """The moving average of what a step took, in thousandths of what was expected, after one more."""
+    """The moving average of a step's time, in thousandths of the expected time, after one more step."""
     if expected_ns <= 0 or seen_ns <= 0:
         return known
     least, most = int(1_000 / OUTLIER), int(1_000 * OUTLIER)

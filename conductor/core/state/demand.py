@@ -1,4 +1,4 @@
-"""Demand: what requests ask of each pool, refused ones too, over the last while; and what was made of it.
+"""Demand: the load of recent requests on each pool, refused ones too; and the refusals among it.
 
 Kept in looks of a second, so that the oldest can be forgotten. Times are ns of the log.
 """
@@ -21,7 +21,7 @@ class Look(msgspec.Struct):
 
     begun_ns: int
     requests: int = 0
-    #: Of these, refused for what decode lacked.
+    #: Requests among them that decode had no room for.
     decode_refused: int = 0
     #: Time to compute the uncached part.
     prefill_ns: int = 0
@@ -72,7 +72,7 @@ def learn_demand(
     look = looks[-1]
     look.requests += 1
     look.decode_refused += decode_refused
-    # A worker may announce any cost, and a request any length: the sums stay what a snapshot can hold.
+    # A worker may announce any cost, and a request any length: the sums stay numbers that a snapshot can hold.
     look.prefill_ns = min(look.prefill_ns + prefill_ns, INT_MAX)
     look.answer_tokens = min(look.answer_tokens + answer_tokens, INT_MAX)
     context_steps = answer_tokens * (prompt_tokens + answer_tokens // 2)

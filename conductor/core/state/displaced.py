@@ -1,8 +1,8 @@
 """Displaced blocks: how often a block that was evicted is asked for again and has to be computed.
 
-A copy of blocks that another node has displaces as many others where the pool is full. What that costs depends on what
-goes: a block that nobody asks for again costs nothing, and neither does one of which another node has a copy. So the
-blocks that have left the last node are remembered for as long as their pools would need to turn over once, as the ghost
+A copy of blocks that another node has displaces as many others where the pool is full. Its cost depends on the
+displaced ones: a block that nobody asks for again costs nothing, and neither does one of which another node has a copy.
+So the blocks that have left the last node are remembered for the time in which their pools turn over once, as the ghost
 lists of ARC are (Megiddo and Modha, FAST'03), and requests are compared with them. One block in `SAMPLE` stands for
 all, by its key, so that every conductor samples alike (as SHARDS does, Waldspurger et al., FAST'15).
 """

@@ -1,4 +1,4 @@
-"""Load indexes: one row per worker that takes orders, with what a choice looks at.
+"""Load indexes: one row per worker that takes orders, with the inputs of a choice.
 
 In a large pool most of a decision's time would go into reading the workers themselves. A row is a tuple, made again
 when its worker's load or cost changes. Rows are also kept in the order of load, so that a choice looks at the least
@@ -28,7 +28,7 @@ class PrefillRow(NamedTuple):
     """A prefill worker's queue: at a time t it is `free_ns` - t, and at least `behind_ns`."""
 
     free_ns: int
-    #: What waits behind the oldest order.
+    #: Reserved time behind the oldest order.
     behind_ns: int
     orders: int
 
@@ -137,7 +137,7 @@ class LoadIndex(Generic[Row]):
 
 
 class LoadIndexes:
-    """The load indexes of a cluster, by what workers do, of the `workers` that take orders (in the order of ids)."""
+    """The load indexes of a cluster, by duty, of the `workers` that take orders (in the order of ids)."""
 
     __slots__ = (
         "_links",

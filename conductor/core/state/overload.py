@@ -14,7 +14,7 @@ import msgspec
 
 #: Arrivals that count in the running means.
 OFFERED_WINDOW = 256
-#: With fewer there is no telling a burst from overload.
+#: With fewer arrivals a burst looks like overload.
 OFFERED_MIN = 64
 
 
@@ -38,7 +38,7 @@ def learn_busy(offered: Offered, busy: int) -> None:
 
 
 def learn_offered(offered: Offered, prefill_ns: int, now_ns: int) -> None:
-    # A plain mean of the first arrivals, a running one from then on: the first few weigh what they say.
+    # A plain mean of the first arrivals, a running one from then on: else the first one would weigh for long.
     if offered.count:
         offered.gap_ns += (now_ns - offered.last_ns - offered.gap_ns) // min(offered.count, OFFERED_WINDOW)
     offered.count += 1

@@ -43,7 +43,7 @@ class Learning(msgspec.Struct, kw_only=True):
     enabled: bool
     #: Under a policy with `correction_window`: the worker's cost without its correction.
     fitted: CostProfile | None = None
-    #: When a prefill or a step last taught what it takes; 0: none did since it joined.
+    #: Time of the last measurement of a prefill or a step; 0: none since it joined.
     newest_ns: int = 0
 
 
@@ -89,7 +89,7 @@ class PromptDuty(msgspec.Struct, kw_only=True):
     prompt_blocks: int = 0
     #: Since when the oldest order is the one that runs.
     head_since_ns: int = 0
-    # Under a policy with `correction_window`: what the last prefills took by how many neighbours were busy, and the
+    # Under a policy with `correction_window`: ratios of the last prefills by number of busy neighbours, and the
     # corrections by these.
     seen: dict[int, list[SeenPrefill]] = {}
     permille: dict[int, int] = {}
@@ -160,7 +160,7 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     learning: Learning
     report: WorkerReport
     change: RoleChange
-    #: KV blocks of its cache that are promised: to its own sequences, and to what it holds of others'.
+    #: KV blocks of its cache that are promised: to its own sequences, and to parts of others'.
     reserved_blocks: int = 0
     prompts: PromptDuty | None = None
     batch: BatchDuty | None = None
@@ -211,7 +211,7 @@ def part_blocks(layout: Layout, part: KvPart, blocks: int = 0) -> int:
 
 
 class StoreRecord(msgspec.Struct, kw_only=True):
-    """A store agent that has joined; what it holds is in the index."""
+    """A store agent that has joined; its blocks are in the index."""
 
     node_id: str
     incarnation: str
@@ -271,7 +271,7 @@ class PrefillHalf(msgspec.Struct, kw_only=True):
     #: Workers and their layers of the prompt, its own worker's last; and the other workers that still compute.
     stages: list[LayerStage] = []
     staged: list[str] = []
-    # Under a policy with `correction_window`: what it is priced by, and what it takes beyond computing that.
+    # Under a policy with `correction_window`: the inputs of its price, and its time beside computing.
     prompt_tokens: int = 0
     cached_tokens: int = 0
     beside_ns: int = 0
@@ -336,7 +336,7 @@ class Counters(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     cached_local_tokens: int = 0
     cached_fetched_tokens: int = 0
-    #: Of KV between decode workers: done, refused, and what they moved.
+    #: Moves of KV between decode workers: done, refused, and their tokens and bytes.
     moves: int = 0
     moves_refused: int = 0
     moved_tokens: int = 0

@@ -14,7 +14,7 @@ from halfmoon.schemas.events import WorkerHeartbeat
 
 
 def judge_places(state: State, owner: WorkerRecord, event: WorkerHeartbeat) -> None:
-    """By what a decode worker has seen of those that it asks."""
+    """Judge the places of a decode worker by its heartbeat."""
     percent = state.policy.slow_place_percent
     for seen in event.places if percent else ():
         place = state.workers.get(seen.worker_id)
