@@ -37,7 +37,7 @@ RawHandler = Callable[[bytes, bytes, bytes, bytes | None], None]
 
 
 class DirectClient(Client):
-    """See the module. What was not subscribed by `subscribe_raw` goes the library's way."""
+    """See the module. Messages of other subscriptions than `subscribe_raw`'s go the library's way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class DirectClient(Client):
             await super().publish(subject, payload, reply, headers)
 
     async def subscribe_raw(self, subject: str, handler: RawHandler, *, queue: str = "") -> Subscription:
-        """Subscribe; `handler` is called within the reading of the socket. What it raises is logged."""
+        """Subscribe; `handler` is called within the reading of the socket. Its errors are logged."""
         subscription = await self.subscribe(subject, queue=queue)
         self._raw_handlers[subscription._id] = handler
         return subscription
@@ -114,7 +114,9 @@ class DirectClient(Client):
             self._drop(subject, problem, whole=handler is not None)
 
     def _drop(self, subject: bytes, problem: Exception, *, whole: bool) -> None:
-        """Say so, at most once in `DROPPED_SAID_S`; `whole`: with the traceback, for the mistake is ours."""
+        """Log the dropped message, at most once in `DROPPED_SAID_S`; `whole`: with the traceback, for the mistake is
+        ours.
+        """
         self.dropped += 1
         now = time.monotonic()
         if now - self._dropped_said_at >= DROPPED_SAID_S:
@@ -139,7 +141,7 @@ class DirectClient(Client):
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
         """While a connection is being lost the library may raise its error in a call that publishes just then.
-        The reading of the socket deals with it; what must not be lost is sent again after the reconnect.
+        The reading of the socket deals with it; messages that must not be lost are sent again after the reconnect.
         """
         with contextlib.suppress(OSError):
             return await super()._flush_pending(force_flush)

@@ -60,6 +60,7 @@ class BusConfig:
             naming = f"TLS certificate {self.tls_cert_file}"
             if self.tls_cert_file:
                 context.load_cert_chain(self.tls_cert_file, self.tls_key_file or None)
-        except OSError as problem:  # ssl does not say which file
+        # ssl's error does not name the file.
+        except OSError as problem:
             raise BusUnreachable(f"{naming}: {problem}") from None
         return context

@@ -155,7 +155,8 @@ class Bus:
             await reader.close()
         await end_tasks(self._tasks)
         if self.nc.is_connected:
-            with contextlib.suppress(NatsError, TimeoutError):  # what matters was acknowledged above
+            # Messages that matter were acknowledged above.
+            with contextlib.suppress(NatsError, TimeoutError):
                 await asyncio.wait_for(self.nc.flush(), flush_s)
         await self.nc.close()
 
@@ -222,7 +223,7 @@ class Bus:
         return await self._publisher.flush(timeout_s)
 
     async def settle(self, timeout_s: float) -> bool:
-        """Wait until what was appended and ordered before this call is stored; False when time ran out."""
+        """Wait until events and decisions from before this call are stored; False when time ran out."""
         return await self._publisher.settle(timeout_s)
 
     async def events(

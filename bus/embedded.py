@@ -87,7 +87,7 @@ class PortTaken(BusUnreachable):
 
 @dataclass
 class EmbeddedServer:
-    """A running nats-server. `url` is its address, `name` what it calls itself there."""
+    """A running nats-server. `url` is its address, `name` the name that it gives there."""
 
     process: subprocess.Popen[bytes]
     url: str

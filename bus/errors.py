@@ -29,7 +29,7 @@ class PeerUnreachable(BusError):
 
 
 class PeerError(BusError):
-    """The peer's own answer: it could not do what was asked."""
+    """The peer's own answer: it could not obey the request."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -42,7 +42,7 @@ class SubjectInvalid(BusError):
 
 
 class NotStored(BusError):
-    """The server did not say in time that the message is stored. It is sent again until it is."""
+    """The server did not acknowledge the message in time. It is sent again until it is stored."""
 
 
 class LogMoved(BusError):

@@ -23,8 +23,8 @@ from halfmoon.schemas.contract import rights
 from halfmoon.schemas.contract.rights import ME, NODE, TENANT, Rights
 from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, ProcessRole, WorkerRole
 
-#: "supervisor": `halfmoon up`, which tells of the deaths of the processes that it started.
-#: "tenant": a client that is one tenant's, as its subjects say; "client" may speak for any.
+#: "supervisor": `halfmoon up`, which reports the deaths of the processes that it started.
+#: "tenant": a client of one tenant, which its subjects name; "client" may ask for any tenant.
 Role = ProcessRole | Literal["operator", "client", "tenant", "supervisor"]
 
 #: Those of a cluster's processes stand in their roles' records; here are those that are no process of it.
@@ -70,7 +70,7 @@ class Identity:
     #: Of a client that is one tenant's.
     tenant: str = ""
     public_key: str = ""
-    #: Of a worker that may take these roles too: all that any of them may say and hear.
+    #: Roles that a worker may take too: it has the rights of all of them.
     also: tuple[WorkerRole, ...] = ()
     #: Of a store agent: the role of its node's worker.
     beside: WorkerRole | None = None

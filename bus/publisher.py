@@ -1,12 +1,11 @@
 """Pipelined publishing into JetStream: in order, with message ids, sent again until acknowledged.
 
 Messages leave in the order of `submit`. One that was lost with a connection is sent again, together with all
-unacknowledged ones after it, in the same order; the stream drops what it already holds by message id (its
-duplicate window is far longer than our patience). So a fact is stored once, and two facts of one process are
-not swapped: while a stream has no leader (three servers, one of them just died) the server answers so, and
-nothing new leaves before the messages that it could not take. Only when a leader ends may messages that were
-under way to it be lost in silence and a later one reach the next leader: then these are swapped, which is
-rare, and which readers must bear.
+unacknowledged ones after it, in the same order; the stream drops a message id that it has (its duplicate window is far
+longer than our patience). So a fact is stored once, and two facts of one process are not swapped: while a stream has no
+leader (three servers, one of them just died) the server answers so, and nothing new leaves before the messages that it
+could not take. Only when a leader ends may messages that were under way to it be lost in silence and a later one reach
+the next leader: then these are swapped, which is rare, and which readers must bear.
 """
 
 # The idea is go-back-n, as in a sliding window: send without waiting, number everything, and when an acknowledgement
@@ -159,9 +158,7 @@ class Publisher:
         return self._empty.is_set()
 
     async def settle(self, timeout_s: float) -> bool:
-        """Wait until what was submitted before this call is stored, whatever is submitted meanwhile; False:
-        not yet.
-        """
+        """Wait until all messages from before this call are stored, whatever is submitted meanwhile; False: not yet."""
         mark = self._next
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

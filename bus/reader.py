@@ -66,7 +66,7 @@ class StreamReader:
         self.pending_at_open = 0
 
     async def open(self) -> None:
-        """Nothing published after this returns is missed. Reading opens by itself what was not opened."""
+        """Nothing published after this returns is missed. Reading calls it where nobody did."""
         await self._subscribe()
 
     async def close(self) -> None:
@@ -75,7 +75,7 @@ class StreamReader:
         await self._drop()
 
     def lost_connection(self) -> None:
-        """The client reconnected: what was under way to us may be gone."""
+        """The client reconnected: messages that were under way to us may be gone."""
         self._reset = True
         self._wake.set()
 

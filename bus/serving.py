@@ -36,7 +36,7 @@ class ReplyCache:
         self._bytes = 0
 
     def begin(self, reply: str) -> bool:
-        """False when this question was seen: it is being answered, or `answer` has what it was answered with."""
+        """False when this question was seen: it is being answered, or `answer` has its reply."""
         if reply in self._under_way or reply in self._answers:
             return False
         self._under_way.add(reply)

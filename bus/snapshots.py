@@ -63,7 +63,7 @@ async def read(bus: Bus, head: SnapshotHead) -> bytes:
 
 
 async def prune(bus: Bus, keep: int) -> None:
-    """Remove all that is older than the `keep` newest, and what writers that died left of older ones."""
+    """Remove snapshots older than the `keep` newest, and parts of older ones whose writers died."""
     kept = sorted(dict.fromkeys(head.seq for head in await heads(bus)))[-keep:]
     if not kept:
         return

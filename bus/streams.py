@@ -38,7 +38,7 @@ class StreamLimits:
     replicas: int = 1
     #: How long a cluster of servers, or the process that makes the streams, is waited for.
     wait_s: float = CLUSTER_S
-    #: The event log and the decisions: what replay needs.
+    #: The event log and the decisions: replay needs both.
     log_bytes_max: int = 8 << 30
     log_age_ns_max: int = 7 * 24 * 3600 * SECOND_NS
     #: KV progress is of use only while the transfer runs.
@@ -78,7 +78,7 @@ class StreamKeeper:
                 await asyncio.sleep(0.1)
 
     async def keep(self) -> None:
-        """Endless: looks every `KEEP_S` at half of them, and makes anew what somebody has deleted."""
+        """Endless: looks every `KEEP_S` at half of the streams, and makes a deleted one anew."""
         for half in itertools.cycle((subjects.STREAMS[::2], subjects.STREAMS[1::2])):
             await asyncio.sleep(KEEP_S)
             if self._nc.is_connected:

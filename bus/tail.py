@@ -1,12 +1,12 @@
 """Messages of a stream's subject as they are published; those that a lost connection swallowed are read later.
 
-A plain subscription delivers sooner than any consumer, because it need not wait for the message to be stored,
-and costs the server nothing more. What it lacks is made up after a reconnect: messages from the last known
-place of the stream on are read again, and only then those that came meanwhile. So nothing is missed;
-something may come twice. Decisions carry an identity that drops repeats, KV progress may be repeated at will.
+A plain subscription delivers sooner than any consumer, because it need not wait for the message to be stored, and costs
+the server nothing more. After a reconnect, messages from the last known place of the stream on are read again, and only
+then those that came meanwhile. So nothing is missed; something may come twice. Decisions carry an identity that drops
+repeats, KV progress may be repeated at will.
 
-What was missed is asked for message by message, not by a consumer: a process that may make a push consumer can have
-the server send stored messages to any subject, and that is a permission that workers shall not need.
+Missed messages are asked for one by one, not by a consumer: a process that may make a push consumer can have the server
+send stored messages to any subject, and that is a permission that workers shall not need.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from halfmoon.bus.tasks import end_tasks
 
 #: Period of noting the place in the stream, which bounds the messages that are read again.
 MARK_S = 5.0
-#: What was published before this has reached the stream, however busy the server is.
+#: A message published this long ago has reached the stream, however busy the server is.
 SETTLE_S = 0.5
 
 
@@ -69,7 +69,7 @@ class StreamTail:
                 await self._sub.unsubscribe()
 
     def lost_connection(self) -> None:
-        """Hold what comes from now on until what was missed has been read."""
+        """Hold messages that come from now on until the missed ones have been read."""
         self._losses += 1
         self._reconnects = self._nc.stats["reconnects"]
         if self._held is None:
@@ -85,7 +85,7 @@ class StreamTail:
                 await self._wake.wait()
 
     def _on_message(self, subject: bytes, _: bytes, payload: bytes, __: bytes | None) -> None:
-        # What comes by a new connection before the bus tells of it would overtake what the old one swallowed.
+        # Messages of a new connection that come before the bus reports it would overtake those that the old one lost.
         if self._nc.stats["reconnects"] != self._reconnects:
             self.lost_connection()
         (self._received if self._held is None else self._held).append((subject.decode(), payload))

@@ -10,7 +10,7 @@ AGAIN_S = 0.1
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel, until they have ended; what they raise is dropped.
+    """Cancel, until they have ended; their errors are dropped.
 
     Once is not enough: `asyncio.wait_for` of Python 3.11, through which NATS requests go, swallows a
     cancellation that comes together with its result.

@@ -73,7 +73,7 @@ class WireParser(Parser):
         self._message_bytes = _NO_MESSAGE
 
     async def parse(self, data: bytes = b"") -> None:
-        """Take in what was read. Raises ProtocolError for what no server sends."""
+        """Take in bytes from the socket. Raises ProtocolError for bytes that no server sends."""
         received = self.buf
         received += data
         while received is self.buf:  # else the connection was given up meanwhile

@@ -72,7 +72,7 @@ def decode(payload: bytes, kind: type[M] | Any) -> M:
 
 
 def one_line(problem: Exception | str) -> str:
-    """The text of an error, or what it repeats, short and on one line: that may be anything."""
+    """The text of an error, short and on one line: it may repeat bytes of any kind."""
     text = str(problem).encode("unicode_escape").decode()
     # The end is kept because decoders name the field there, after the value.
     return text if len(text) <= 300 else f"{text[:180]} ... {text[-115:]}"

@@ -40,7 +40,7 @@ class CostProfile(Part, frozen=True):
     #: A channel on one host: a round trip without payload, and each byte of payload, whichever way it goes.
     channel_trip_ns: Ns = 0
     channel_byte_ps: Ns = 0
-    #: Of the queries of one row and layer, which is also what attention's result has.
+    #: Bytes of the queries of one row and layer; attention's result has the same size.
     query_row_bytes: Bytes = 0
 
     def prefill_ns(self, tokens: int, cached: int) -> int:

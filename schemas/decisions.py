@@ -27,7 +27,7 @@ RejectReason = Literal[
 
 
 class Prediction(Part, frozen=True):
-    """What the conductor expects of a placement, counted from the arrival of the request."""
+    """The conductor's prediction for a placement, counted from the arrival of the request."""
 
     queue_ns: Ns = 0
     transfer_ns: Ns = 0
@@ -173,7 +173,7 @@ class MoveKv(Message, frozen=True):
 
 
 class EndMove(Message, frozen=True):
-    """To a lender: a move to it came to nothing; drop what it holds for it. No answer."""
+    """To a lender: a move to it came to nothing; drop the tokens of it. No answer."""
 
     plan_id: Id
     order_id: Id
@@ -181,7 +181,7 @@ class EndMove(Message, frozen=True):
 
 
 class CancelOrder(Message, frozen=True):
-    """To a prefill or decode worker: stop the order, release what it holds. No answer.
+    """To a prefill or decode worker: stop the order, release its slots and blocks. No answer.
 
     `request_id` is "" when the worker listed an order that the conductor does not know any more.
     """
@@ -227,7 +227,7 @@ class AnnounceYourself(Message, frozen=True):
 
 
 class ChangeRole(Message, frozen=True):
-    """To a worker: finish what you have, leave, and join as a worker of `role`; the weights stay loaded.
+    """To a worker: finish your orders, leave, and join as a worker of `role`; the weights stay loaded.
 
     Nothing is placed there from now on. `WorkerLeft` and `WorkerJoined` answer.
     """

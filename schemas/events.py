@@ -37,7 +37,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class ClusterConfigured(Message, frozen=True):
-    """Begins a log: under what code and policy it is made. What was known before it counts no more.
+    """Begins a log: the code and the policy under which it is made. Nothing from before it counts any more.
 
     From a conductor that finds none, and no snapshot: the log is empty, or its head has expired.
     """
@@ -72,7 +72,7 @@ class TimerFired(Message, frozen=True):
 
 
 class StateDigested(Message, frozen=True):
-    """What a conductor's state after event `at_seq` was, by its digest; all conductors' are equal, or some are ill.
+    """Digest of a conductor's state after event `at_seq`; all conductors' are equal, or some are ill.
 
     From every conductor, after each `Policy.digest_events` events. The core passes over it."""
 
@@ -87,7 +87,7 @@ class StateDigested(Message, frozen=True):
 
 
 class WorkerJoined(Message, frozen=True):
-    """A worker can take orders. Repeats (after `AnnounceYourself`) replace what was known of it."""
+    """A worker can take orders. Repeats (after `AnnounceYourself`) replace the record of it."""
 
     worker_id: Id
     role: WorkerRole
@@ -163,7 +163,7 @@ class WorkerHeartbeat(Message, frozen=True):
 
 
 class WorkerDraining(Message, frozen=True):
-    """The worker finishes what it has and takes nothing new; with `draining` False it takes orders again."""
+    """The worker finishes its orders and takes nothing new; with `draining` False it takes orders again."""
 
     worker_id: Id
     incarnation: Id
@@ -278,7 +278,7 @@ class BlocksEvicted(_NodeBlocks, frozen=True):
 
 
 class TierLost(Message, frozen=True):
-    """Nothing is left on this tier of the node (full, failing, its file gone); what it holds later is stored anew."""
+    """Nothing is left on this tier of the node (full, failing, its file gone); later blocks are announced anew."""
 
     node_id: Id
     incarnation: Id
@@ -349,8 +349,8 @@ class PrefillFinished(Message, frozen=True):
     push_ns: Ns = 0
     #: Tokens of the prompt as it was computed, cached ones included; 0, as in older logs: unknown.
     prompt_tokens: Tokens = 0
-    #: Workers that computed it together, each some layers; 0, as in older logs: one did. Then, of `compute_ns`, what
-    #: this one waited for the stage before its own.
+    #: Workers that computed it together, each some layers; 0, as in older logs: one did. Then the part of `compute_ns`
+    #: that this one waited for the stage before its own.
     stages: Count = 0
     stage_wait_ns: Ns = 0
 
@@ -363,7 +363,7 @@ class StageFinished(Message, frozen=True):
     order_id: Id
     request_id: Id
     worker_id: Id
-    #: From the first chunk to the last, and of it what was spent computing.
+    #: Time from the first chunk to the last, and the part of it that was spent computing.
     elapsed_ns: Ns = 0
     compute_ns: Ns = 0
     #: Why it is over before its last chunk; "": it is not.

@@ -1,4 +1,4 @@
-"""KV progress: what a decode or prefill worker must know about a running transfer.
+"""KV progress: messages to a decode or prefill worker about a running transfer.
 
 KV stream, short retention, ≤ 4 KiB each (but for the `TransferOpened` of a long prompt, and a `PrefillResult` with
 log probabilities of one).

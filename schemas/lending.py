@@ -72,7 +72,7 @@ class HoldRequest(Message, frozen=True):
     tokens: Tokens = 0
     first_kv_head: KvHeads = 0
     kv_heads: KvHeads = 0
-    #: At an attention worker: nothing new, but what it holds of this earlier order, from now on under `order_id`.
+    #: At an attention worker: no new hold, but the holds of this earlier order, from now on under `order_id`.
     adopts: Text = ""
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ PolicyTitle = Annotated[str, Meta(pattern=rf"^({'|'.join(get_args(PolicyName))}|
 #: it, or never a mixed one.
 MixedChoice = Literal["predicted", "preferred", "never"]
 AdmissionName = Literal["predicted", "early", "late", "none"]
-#: What a copy of blocks costs: what blocks save on average, or what the displaced ones are seen to have saved.
+#: Price of a copy of blocks: the average saving by a block, or the measured saving by the displaced ones.
 CopiesPrice = Literal["reuse", "displaced"]
 #: Workers that may join a group: every idle prefill worker, or idle ones beyond the number busy on average.
 GroupFrom = Literal["idle", "spare"]
@@ -69,8 +69,8 @@ class AdmissionRules(PlacementRules, frozen=True):
     arrival_wait_ns_max: Ns = 0
     #: Refuse prompts that no node's pool could hold, were it empty.
     pools_bound: bool = False
-    #: Objectives that no request names are not below twice what it takes alone, and at an idle worker a prediction that
-    #: nothing recent supports refuses nothing. As in older logs: whatever is predicted above the objective is refused.
+    #: The policy's objectives are never below twice a request's time alone, and at an idle worker a prediction that
+    #: nothing recent supports refuses nothing. False, as in older logs: every prediction above the objective refuses.
     idle_served: bool = False
 
 
@@ -79,7 +79,7 @@ class TransferRules(AdmissionRules, frozen=True):
 
     #: Fetch when best_prefix > local_prefix * threshold (in percent; 100 = fetch whenever it is cheaper).
     fetch_threshold_percent: Annotated[int, Meta(ge=100, le=100_000)] = 100
-    #: By what a copy of blocks is priced that another node has; in older logs: by reuse.
+    #: Price of a copy of blocks that another node has; in older logs: by reuse.
     copies_price: CopiesPrice = "reuse"
     #: Expected of a transfer between two nodes until one was measured: bandwidth of a link, of an SSD, and latency.
     link_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 2_000_000_000
@@ -147,7 +147,7 @@ class ElasticRules(MoveRules, frozen=True):
 class LivenessRules(ElasticRules, frozen=True):
     """Signs of life, and the time that counts."""
 
-    #: How often processes announce themselves, and after what silence one is lost.
+    #: Period of heartbeats, and the silence after which a process is lost.
     heartbeat_ns: Ns = 1 * SECOND_NS
     lost_after_ns: Ns = 4 * SECOND_NS
     #: A suspected store is not read from for this long.

@@ -1,7 +1,7 @@
-"""The roles of a cluster's processes: one record for each, which all that varies by role is read from.
+"""The roles of a cluster's processes: one record for each, from which everything that varies by role is read.
 
-It has what the role's workers do, the class that does it, what they may say and hear on NATS, and what starting,
-stopping, containers and secrets need to know.
+It has the duties of the role's workers, their class, their rights on NATS, and facts for starting, stopping, containers
+and secrets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RoleTraits:
     rights: Rights
     #: Module and name of its worker's class. It is imported where it runs: a process loads what its own role needs.
     worker: tuple[str, str] = ("", "")
-    #: What its workers do. A rule asks for the duty, so it is right for a role that is added.
+    #: Duties of its workers. A rule asks for the duty, so it is right for a role that is added.
     duties: frozenset[Duty] = frozenset()
     #: The longest requests that a worker's own cache holds at once, by default.
     contexts: int = 0

@@ -36,7 +36,7 @@ class Sampling(Part, frozen=True):
     allowed_token_ids: list[int] = []
     #: Sequences of token ids that may not be completed.
     bad_words: list[list[int]] = []
-    #: What the text must look like, as llguidance writes a grammar; "": anything.
+    #: Structure that the text must have, as llguidance writes a grammar; "": any.
     grammar: str = ""
     #: Report xxh3_64 of each token's f32 logits (tests of bit equality).
     logits_digest: bool = False

@@ -1,4 +1,4 @@
-"""How a process is: what a conductor answers on `subjects.status(its id)`. Core NATS, never stored."""
+"""The status of processes: a conductor's answer on `subjects.status(its id)`. Core NATS, never stored."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PoolWanted(Part, frozen=True):
 
 
 class ElasticStatus(Part, frozen=True):
-    """Roles by load: what the pools want, what was changed, and what an operator is advised to change."""
+    """Roles by load: the needs of the pools, changes made, and changes that an operator is advised to make."""
 
     mode: ElasticMode = "off"
     pools: list[PoolWanted] = []
@@ -91,7 +91,7 @@ class RequestCounts(Part, frozen=True):
     prompt_tokens: Count = 0
     cached_local_tokens: Count = 0
     cached_fetched_tokens: Count = 0
-    #: Of KV between decode workers that lend: done, refused, and what they moved.
+    #: Moves of KV between decode workers that lend: done, refused, and their tokens and bytes.
     moves: Count = 0
     moves_refused: Count = 0
     moved_tokens: Count = 0

@@ -34,7 +34,7 @@ Mark = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?$(?!\n)")]
 
 
 class Done(Message, frozen=True):
-    """It is done, and there is nothing more to say."""
+    """The request was obeyed; there is no result."""
 
 
 # --- worker to its own agent ------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class PutOpened(Message, frozen=True):
 
 
 class FetchBlocks(Message, frozen=True):
-    """Verb `fetch`: read these blocks of the order from another node; `KvLoaded` tells of layers as they come."""
+    """Verb `fetch`: read these blocks of the order from another node; `KvLoaded` announces layers as they come."""
 
     order_id: Id
     worker_id: Id
@@ -197,7 +197,7 @@ class StoreStatusRequest(Message, frozen=True):
 
 
 class StoreStatus(Message, frozen=True):
-    """What the agent holds, in slots, and what it has done since it started."""
+    """The agent's slots by use, and its counters since it started."""
 
     node_id: Id
     incarnation: Id
@@ -344,7 +344,7 @@ class EndLease(Message, frozen=True):
 
 
 class LeaseEnded(Message, frozen=True):
-    """`held`: the lease held until now, so what was read in it is what was committed."""
+    """`held`: the lease held until now, so bytes that were read in it are the committed ones."""
 
     held: bool
 
@@ -412,7 +412,7 @@ class QueuePair(Message, frozen=True):
     #: For whom it is made; nobody else takes it.
     to_node_id: Id
     to_incarnation: Id
-    #: Counts what this incarnation has asked of that one, from 1; the answer repeats it. Nothing is taken twice.
+    #: Number of this incarnation's message to that one, from 1; the answer repeats it. No message is taken twice.
     number: Count
     answer: bool
     qpn: Count

@@ -24,12 +24,12 @@ KV_ALL = f"{ROOT}.kv.>"
 SNAPSHOTS_ALL = f"{ROOT}.snapshots.>"
 
 
-#: `halfmoon up` tells of the processes that it watches, an operator of a new policy: neither is a process of its own.
+#: `halfmoon up` reports on processes that it watches, an operator a new policy: neither is a process of the cluster.
 SUPERVISOR = "up"
 OPERATOR = "operator"
 
 
-#: What the inboxes of our processes begin with.
+#: Prefix of the inboxes of our processes.
 INBOXES = f"{ROOT}.inbox"
 
 
@@ -49,7 +49,7 @@ def tenant_inbox(tenant: str) -> str:
 
 
 def inbox(process_id: str) -> str:
-    """What the inboxes of a process begin with, so that nobody else need be allowed to listen there."""
+    """Prefix of the inboxes of a process, so that nobody else need be allowed to listen there."""
     return f"{INBOXES}.{process_id}"
 
 
@@ -95,7 +95,7 @@ def snapshot(seq: int | str, digest: str, part: int | str) -> str:
 
 
 def snapshot_of(seq: int) -> str:
-    """All parts of what was saved after event `seq`."""
+    """All parts of the snapshot after event `seq`."""
     return f"{ROOT}.snapshots.{seq}.>"
 
 
@@ -139,7 +139,7 @@ def status(process_id: str) -> str:
 
 
 def view(process_id: str) -> str:
-    """A conductor answers with what the cluster's page shows; asked of `view(CONDUCTORS)`."""
+    """A conductor answers with the content of the cluster's page; asked of `view(CONDUCTORS)`."""
     return f"{ROOT}.view.{process_id}"
 
 

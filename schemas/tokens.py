@@ -48,7 +48,7 @@ class TakeReply(Message, frozen=True):
     gone: bool = False
     token_ids: PackedTokens = b""
     block_keys: BlockKeys = b""
-    #: Tokens that the client has already; the decode worker replays them (exact numerics) and sends what follows.
+    #: Tokens that the client has already; the decode worker replays them (exact numerics) and sends those that follow.
     output_ids: PackedTokens = b""
     sampling: Sampling = Sampling()
     max_tokens: Tokens = 0
@@ -66,7 +66,7 @@ class TakeReply(Message, frozen=True):
 
 
 class TokensGiven(Message, frozen=True):
-    """What the worker of an order would have asked for."""
+    """The tokens that the worker of an order would have asked for."""
 
     frontend_id: Id
     order_id: Id
@@ -104,7 +104,7 @@ class TokensSampled(Message, frozen=True):
 
 
 class ResendRequest(Message, frozen=True):
-    """From a frontend to a decode worker: what do you have of this request of mine from `index` on?"""
+    """From a frontend to a decode worker: send the tokens of this request from `index` on."""
 
     frontend_id: Id
     request_id: Id
@@ -135,7 +135,7 @@ def carried_tokens(payload_bytes_max: int, block_tokens: int) -> int:
 
 
 class ProcessError(Message, frozen=True):
-    """An internal service could not do what was asked. `code` is for programs, `message` for people."""
+    """An internal service could not obey a request. `code` is for programs, `message` for people."""
 
     code: str
     message: Text

@@ -29,7 +29,7 @@ KvHeads = Annotated[int, Meta(ge=0, le=100_000, description="KV heads")]
 Seq = Annotated[int, Meta(ge=0, le=INT_MAX, description="sequence number in the EVENTS stream")]
 
 KEY_BYTES = 16
-#: Of a message about a request: what neither its tokens nor its blocks take (sampling, names, headers), at most.
+#: Most bytes of a message about a request beside its tokens and blocks (sampling, names, headers).
 REQUEST_AROUND_BYTES = 64 << 10
 #: Of one request.
 BLOCKS_MAX, PACKED_TOKENS_MAX = 65_536, 4_194_304

@@ -1,4 +1,4 @@
-"""What the cluster's page shows: a conductor's view of the cluster, and why one request went where it went.
+"""The content of the cluster's page: a conductor's view of the cluster, and the grounds of one request's placement.
 
 Core NATS, never stored, and only while somebody looks. No text and no tokens of any prompt: lengths, times and names.
 """
@@ -15,7 +15,7 @@ from halfmoon.schemas.types import Blocks, Bytes, Count, Id, Message, Ns, Part, 
 
 Stage = Literal["waiting", "queued", "transfer", "prefill", "handover", "decode"]
 Ending = Literal["open", "finished", "rejected", "failed", "cancelled"]
-#: What a stretch of a request's life was spent on, from, to: ns of the log.
+#: Activity in a stretch of a request's life, from, to: ns of the log.
 Stretch = tuple[Literal[Stage, "lost"], Ns, Ns]
 #: A row of a table, its cells as text: of the candidate that `won`, of what `then` happened to it, or of another.
 Row = tuple[Literal["", "won", "then"], list[str]]
@@ -98,7 +98,7 @@ class Told(Part, frozen=True):
 
 
 class Spread(Part, frozen=True):
-    """Of requests that finished in the last 60 s: how many met the SLO, and what a sample of them took, in us."""
+    """Requests that finished in the last 60 s: the number that met the SLO, and the times of a sample, in us."""
 
     finished: Count = 0
     met: Count = 0
@@ -122,7 +122,7 @@ class Series(Part, frozen=True):
 
 
 class ClusterView(Message, frozen=True):
-    """What a conductor knows after event `seq`. `full` False: only that it is there."""
+    """A conductor's knowledge after event `seq`. `full` False: only that it is there."""
 
     conductor_id: Id
     seq: Seq
@@ -150,7 +150,7 @@ class ClusterView(Message, frozen=True):
     tbt: Spread = Spread()
     series: Series = Series()
     refused: list[Refused] = []
-    #: What happened to processes, newest last.
+    #: Events of processes, newest last.
     happened: list[Told] = []
     events: list[Told] = []
     #: Events after `after_seq` that are not among `events`.
@@ -158,13 +158,13 @@ class ClusterView(Message, frozen=True):
 
 
 class ExplainRequest(Message, frozen=True):
-    """To a conductor: why did this request go where it went, and what then happened?"""
+    """To a conductor: explain the placement of this request, and its later history."""
 
     request_id: Id
 
 
 class Grounds(Part, frozen=True):
-    """One decision on a request, in words: every candidate, and below the chosen ones what then happened."""
+    """One decision on a request, in words: every candidate, and below the chosen ones their later history."""
 
     head: str
     verdict: str
@@ -175,7 +175,7 @@ class Grounds(Part, frozen=True):
 
 
 class Explained(Message, frozen=True):
-    """The whole story of a request, as `halfmoon replay --explain` tells it."""
+    """The whole story of a request, in the words of `halfmoon replay --explain`."""
 
     request: RequestView
     #: Event of its arrival, and the newest one that the story knows.

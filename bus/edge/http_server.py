@@ -1,4 +1,4 @@
-"""aiohttp's server, with what it lacks against clients that are hostile, broken or slow.
+"""aiohttp's server, with defences against clients that are hostile, broken or slow.
 
 1. A request's head and body have deadlines, and so has a client that does not read its answer.
 2. Connections have a cap, for all and for one address. Beyond it the one that has been waiting longest for its next
@@ -34,7 +34,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 JSON = "application/json"
 #: Between two looks at the deadlines of all connections.
 SWEEP_S = 0.25
-#: Files that are not connections: NATS, the log, the event loop, what a library opens for a moment.
+#: Files that are not connections: NATS, the log, the event loop, files that a library opens for a moment.
 OTHER_FILES = 128
 #: Of a line of the request and of a field of its head, in bytes; and fields.
 LINE_BYTES_MAX = 8190
@@ -59,7 +59,7 @@ class HttpLimits:
     body_s: float = 30.0
     #: Between two requests.
     idle_s: float = 75.0
-    #: How long a client may read nothing of what waits for it.
+    #: Longest time in which a client reads nothing of its waiting answer.
     write_s: float = 20.0
     body_bytes_max: int = 2 << 20
 

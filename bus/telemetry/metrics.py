@@ -21,8 +21,7 @@ from halfmoon.schemas.numbers import SECOND_NS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-#: Bounds of histograms, in seconds: of a request's stages; of tokens and steps; of what the control plane
-#: does.
+#: Bounds of histograms, in seconds: of a request's stages; of tokens and steps; of the control plane's work.
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 INTERVAL_S = (
     0.0005,
@@ -138,7 +137,7 @@ class ProcessMetrics(Collector):
 
 
 def process_registry(bus: Bus, *, role: str, process_id: str, node_id: str = "") -> CollectorRegistry:
-    """A registry with what every process shows."""
+    """A registry with the metrics of every process."""
     registry = CollectorRegistry(auto_describe=True)
     ProcessCollector(registry=registry)
     registry.register(ProcessMetrics(bus, role=role, process_id=process_id, node_id=node_id))

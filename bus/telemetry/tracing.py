@@ -91,7 +91,7 @@ class Tracing:
             opened.end(max(begin_ns, end_ns), error=error)
 
     def close(self) -> None:
-        """Send what waits, within `CLOSE_S`."""
+        """Send waiting spans, within `CLOSE_S`."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_S)

@@ -20,7 +20,7 @@ Milliseconds = Annotated[float, Meta(gt=0, le=1e9)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Name = Annotated[str, Meta(max_length=256)]
 TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-#: A template's own switch. No control token fits in: what a template is given is written as its own words.
+#: A template's own switch. No control token fits in: a template writes its value as its own words.
 TEMPLATE_WORD = r"[A-Za-z0-9_. -]{0,64}"
 TemplateWord = Annotated[str, Meta(pattern=f"^{TEMPLATE_WORD}$")]
 #: JSON names of tokens are strings.

@@ -183,8 +183,8 @@ def _chat_of(body: CountTokensBody) -> ChatBody:
 
 
 def _without_billing(system: str | list[MessageBlock]) -> str | list[MessageBlock]:
-    """Without what Anthropic's own client writes at the begin for its vendor. It changes with every request, and no KV
-    behind it would be found.
+    """Without the line that Anthropic's own client writes at the begin for its vendor. It changes with every request,
+    and no KV behind it would be found.
     """
     if isinstance(system, str):
         return system.partition("\n")[2] if system.startswith(BILLING) else system

@@ -57,7 +57,7 @@ class ApiRequest:
     messages: list[dict[str, Any]] | None = None
     tool_use: ToolUse | None = None
     rendering: ChatRendering = ChatRendering()
-    #: Put around a text what the model puts around every one.
+    #: Put the model's special tokens around a text.
     add_special_tokens: bool = True
     #: Number of the prompt's last tokens to keep; -1: as many as the context holds; None: all.
     truncate_prompt_tokens: int | None = None
@@ -65,7 +65,7 @@ class ApiRequest:
     more_prompts: tuple[str | list[int], ...] = ()
     #: Choices of each prompt.
     n: int = 1
-    #: The prompt (of a chat, what `continue_final` goes on with) is part of the answer's text.
+    #: The prompt (of a chat, the message of `continue_final`) is part of the answer's text.
     echo: bool = False
     #: Nothing else is; a token is drawn all the same, as in vLLM, and not shown.
     echo_only: bool = False
@@ -73,9 +73,9 @@ class ApiRequest:
     #: None: the frontend's default.
     max_tokens: int | None
     sampling: Sampling
-    #: Of `MODEL_DEFAULTS` those that the request does not say: the model's makers may have.
+    #: Fields of `MODEL_DEFAULTS` that the request does not name: the model's makers may have values for them.
     unsaid: frozenset[str] = frozenset()
-    #: What the answer must look like; None: anything.
+    #: Structure that the answer must have; None: any.
     structure: Structure | None = None
     bad_words: tuple[str, ...] = ()
     stops: tuple[str, ...]
@@ -179,7 +179,7 @@ _RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "bos_token"
 def chat_rendering(
     add_generation_prompt: bool | None, *, continue_final: bool, switches: dict[str, Any]
 ) -> ChatRendering:
-    """Raises ApiError for what contradicts itself, and for switches that may be more than switches."""
+    """Raises ApiError for fields that contradict each other, and for switches that may be more than switches."""
     if continue_final and add_generation_prompt is not False:
         raise ApiError(
             400,
@@ -349,8 +349,8 @@ def _structure(body: GeneratingFields, use: ToolUse | None) -> Structure | None:
 
 
 def _cache_salt(body: GeneratingFields, sampling: Sampling) -> str:
-    """A salt that nobody else has where the prompt's own log probabilities are wanted: all of it is computed, and what
-    others have of it must not count as a hit where it is placed. Choices of one request share it.
+    """A salt that nobody else has where the prompt's own log probabilities are wanted: all of it is computed, and
+    cached blocks of it must not count as a hit where it is placed. Choices of one request share it.
     """
     salt = body.cache_salt or ""
     return salt if sampling.prompt_logprobs < 0 else f"{salt}\0{uuid.uuid4().hex}"

@@ -76,7 +76,7 @@ class TextFormat(msgspec.Struct, frozen=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """`format`: what the answer must follow."""
+    """`format`: the structure that the answer must follow."""
 
     format: TextFormat | None = None
 

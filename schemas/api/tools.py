@@ -45,7 +45,7 @@ def tool_use_of(
 
 
 def structure_of_calls(use: ToolUse) -> Structure | None:
-    """As vLLM has it: of `required` a list of calls, of a named function its arguments; None: what the model writes."""
+    """As in vLLM: for `required` a list of calls, for a named function its arguments; None: the model's free text."""
     match use.choice:
         case "none" | "auto":
             return None

@@ -1,7 +1,7 @@
 """An AsyncAPI 3.0 document of every subject and message, made from the classes themselves.
 
-`python -m halfmoon.schemas.contract.asyncapi docs/asyncapi.json` writes it. What travels where is the table in
-`halfmoon.schemas.contract.channels`. Schemas are JSON Schema draft 07, which is what AsyncAPI readers understand.
+`python -m halfmoon.schemas.contract.asyncapi docs/asyncapi.json` writes it. Its table of subjects is in
+`halfmoon.schemas.contract.channels`. Schemas are JSON Schema draft 07, which AsyncAPI readers understand.
 """
 
 from __future__ import annotations

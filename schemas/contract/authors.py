@@ -1,4 +1,4 @@
-"""Whose word an event is, and a message of KV progress."""
+"""The author of an event, and of a message of KV progress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from halfmoon.schemas.events import EVENT_TYPES, Event
 from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.types import Message
 
-#: The field of each event that names the process whose word it is; "" where any that may send it may say it.
+#: The field of each event that names its author; "" where any process that may send it may be the author.
 _AUTHORS = ("reporter_id", "worker_id", "frontend_id", "conductor_id", "node_id")
 _EVENTS = subjects.EVENTS_ALL.removesuffix(">")
 _KV_PARTS = subjects.kv("", "", "").count(".") + 1

@@ -1,4 +1,4 @@
-"""What travels where: the one table of subjects and their messages, from which the AsyncAPI document is made.
+"""The one table of subjects and their messages, from which the AsyncAPI document is made.
 
 A test fails for a message of `halfmoon.schemas` that is not in it.
 """
@@ -26,12 +26,12 @@ from halfmoon.schemas.types import Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """One subject, with `{names}` where it varies, and what travels there. `replies` go to the request's inbox."""
+    """One subject, with `{names}` where it varies, and its messages. `replies` go to the request's inbox."""
 
     name: str
     address: str
     summary: str
-    #: As halfmoon sees it, taken as one: `receive` is what it serves.
+    #: From the side of halfmoon as a whole: it serves a subject that it would `receive`.
     action: Literal["send", "receive"]
     messages: tuple[type, ...] = ()
     replies: tuple[type, ...] = ()

@@ -1,4 +1,4 @@
-"""What a process may say and hear on NATS: the record that each role has one of, and the parts that several share.
+"""Rights of a process on NATS, to publish and to hear: one record for each role, and the parts that several share.
 
 A subject names the process by `ME`, its node by `NODE`, and its tenant by `TENANT`; `halfmoon.bus.permissions` fills
 them in. NATS' own wildcards stand in them too. The records of a cluster's processes are in `halfmoon.schemas.roles`.

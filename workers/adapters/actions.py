@@ -25,7 +25,7 @@ class HangUp(msgspec.Struct, frozen=True):
 
 
 class StepSeen(msgspec.Struct, frozen=True):
-    """One step of the engine, by what was seen of it."""
+    """One step of the engine, inferred from the times of its tokens."""
 
     step_ns: int
     sequences: int

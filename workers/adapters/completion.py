@@ -14,7 +14,7 @@ _TOKEN_ID = "token_id:"  # noqa: S105
 
 
 class Unanswerable(ValueError):
-    """The engine cannot do what a request asks for; the text names the field."""
+    """The engine lacks something that a request asks for; the text names the field."""
 
 
 class EngineRefused(Exception):
@@ -90,7 +90,7 @@ def body_of(
 
 
 def _check(sampling: Sampling) -> None:
-    """Raises Unanswerable for what vLLM's API takes as text alone, or not at all."""
+    """Raises Unanswerable for a field that vLLM's API takes as text alone, or not at all."""
     for field, wanted in (
         ("a grammar (response_format, tools)", bool(sampling.grammar)),
         ("bad_words", bool(sampling.bad_words)),
@@ -102,7 +102,7 @@ def _check(sampling: Sampling) -> None:
 
 
 def read_line(line: bytes, vocabulary: int) -> Heard | None:
-    """Tokens, or the end, that a line of the stream tells; None: neither. Raises EngineRefused."""
+    """Tokens, or the end, in a line of the stream; None: neither. Raises EngineRefused."""
     if not line.startswith(b"data:"):
         return None
     payload = line[5:].strip()

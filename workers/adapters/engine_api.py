@@ -118,7 +118,7 @@ class EngineApi:
         return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]):", f"tcp://{host}:", text)
 
     async def tokens_of(self, model: str, text: str) -> list[int] | None:
-        """The engine's tokens of a text; None: it does not tell. Raises EngineAway."""
+        """The engine's tokens of a text; None: it gives none. Raises EngineAway."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         try:
             said = await self._json("/tokenize", body)

@@ -31,7 +31,7 @@ from halfmoon.workers.adapters.kv_events import (
 )
 
 _SALT = "halfmoon:"
-#: Attention to all tokens: its blocks make a prefix. Those of other kinds say nothing of one.
+#: Attention to all tokens: its blocks make a prefix. Blocks of other kinds do not.
 _WHOLE = (None, "full_attention", "mla_attention")
 
 
@@ -53,7 +53,7 @@ class _Block(msgspec.Struct, gc=False):
     tokens: bytes
     place: int
     head: bytes
-    #: The engine may have a block several times; it tells of each that comes, and of each that goes.
+    #: The engine may have a block several times; it announces each that comes, and each that goes.
     copies: int = 1
     #: Blocks behind it in the same one of ours.
     next: dict[BlockHash, bool] = {}
@@ -63,7 +63,7 @@ class _Block(msgspec.Struct, gc=False):
 
 
 def salt_of(root_key: bytes) -> str:
-    """The cache salt by which an engine keeps what has this root apart from all else."""
+    """The cache salt by which an engine keeps blocks of this root apart from all others."""
     return _SALT + root_key.hex()
 
 
@@ -158,7 +158,7 @@ class EngineBlocks:
     def _add(
         self, name: BlockHash, parent: BlockHash | None, tokens: bytes, event: EngineStored, number: int
     ) -> bool:
-        """False: it is passed over, and what follows it with it."""
+        """False: the block is passed over, and those after it with it."""
         left = len(event.block_hashes) - number
         known = self._blocks.get(name)
         if known is not None:
@@ -215,7 +215,7 @@ class EngineBlocks:
             parent = before.parent
 
     def _may_be_whole(self, name: BlockHash, block: _Block) -> None:
-        """Where it ends one of ours: tell of it when all of it is there. Where it does not, those that do may be."""
+        """Announce our block that this one ends, when all of it is there. Where it ends none, later ones may do."""
         if block.place + 1 < self.block_tokens // self.engine_block_tokens:
             for each in block.next:
                 if (behind := self._blocks.get(each)) is not None and behind.copies:

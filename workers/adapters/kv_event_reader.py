@@ -1,8 +1,8 @@
-"""Reader of an engine's KV events: each batch once, in order, and the word of it where some are lost.
+"""Reader of an engine's KV events: each batch once, in order, and a notice where some are lost.
 
-The engine publishes batches with numbers (PUB), and keeps the newest to be asked for (ROUTER). What a slow or cut
-connection swallowed is asked for again; what the engine does not have any more is lost. Numbers that begin anew, later
-by the engine's clock, are those of an engine that was started again.
+The engine publishes batches with numbers (PUB), and keeps the newest to be asked for (ROUTER). Batches that a slow or
+cut connection swallowed are asked for again; those that the engine does not have any more are lost. Numbers that begin
+anew, later by the engine's clock, are those of an engine that was started again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class KvEventListener(Protocol):
 
 
 class KvEventReader:
-    """`open`, then `run` as a task; `close` at the end. `replay` "": what was missed is lost."""
+    """`open`, then `run` as a task; `close` at the end. `replay` "": missed batches are lost."""
 
     def __init__(self, listener: KvEventListener, *, events: str, replay: str = "", topic: str = "") -> None:
         self._listener = listener
@@ -140,7 +140,7 @@ class KvEventReader:
         self._listener.batches_lost()
 
     async def _ask_again(self, start: int) -> None:
-        """Tell all that the engine still has from `start` on."""
+        """Deliver all batches that the engine still has from `start` on."""
         assert self._context is not None
         self.counts["replays"] += 1
         first = True

@@ -29,7 +29,7 @@ class EngineStored(msgspec.Struct, frozen=True, tag="BlockStored", tag_field="ty
     medium: str | None = None
     lora_id: int | None = None
     lora_name: str | None = None
-    #: For each block, what beside its tokens makes its hash: a cache salt with the head's, a LoRA's name, pictures.
+    #: For each block, the parts of its hash beside its tokens: a cache salt with the head's, a LoRA's name, pictures.
     extra_keys: list[list[Any] | None] | None = None
     #: Of models whose layers keep KV in several ways.
     group_idx: int | None = None
@@ -63,7 +63,7 @@ class EventBatch(NamedTuple):
 
     events: list[EngineEvent]
     malformed: int
-    #: By the engine's clock; 0: it does not say.
+    #: By the engine's clock; 0: unknown.
     at_s: float = 0.0
 
 

@@ -1,4 +1,4 @@
-"""An engine's cache as it is known here: its KV events, read and applied, and what of ours they mean."""
+"""An engine's cache as it is known here: its KV events, read, applied, and turned into our blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfmoon.workers.adapters.engine_blocks import BlockSizeInvalid, CacheChang
 from halfmoon.workers.adapters.kv_event_reader import KvEventReader
 from halfmoon.workers.adapters.kv_events import EngineCleared, EventBatch
 
-#: An engine may tell of a block that it is about to give away after the one that takes its place.
+#: An engine may announce the end of a block after the block that takes its place.
 _MARGIN = 2
 
 
@@ -44,7 +44,8 @@ class EngineMirror:
     async def _read(self) -> None:
         try:
             await self.reader.run()
-        except Exception as problem:  # what the engine sends must not end the adapter without a word
+        except Exception as problem:
+            # No message of the engine may end the adapter in silence.
             self._fail(f"reading KV events failed: {type(problem).__name__}: {problem}")
 
     # --- Inventory ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ EVENTS_PORT = 5557
 
 
 class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """All options of an adapter. What begins with `engine` is the engine's own."""
+    """All options of an adapter. Names that begin with `engine` are the engine's own."""
 
     url: Annotated[str, option("where the engine listens: http://127.0.0.1:8000")]
     id: Annotated[str, option("name of the worker, and of its node")]

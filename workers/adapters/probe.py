@@ -1,7 +1,7 @@
-"""A few requests to an engine before it joins: whether its KV events come, and what its work costs.
+"""A few requests to an engine before it joins: whether its KV events come, and the costs of its work.
 
-The conductor refits the costs by what orders take; this is where it begins. Prompts are of their own, under salts that
-nobody else has.
+The conductor refits the costs by the times of orders; these are its first ones. Prompts are of their own, under salts
+that nobody else has.
 """
 
 from __future__ import annotations

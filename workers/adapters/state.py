@@ -80,7 +80,7 @@ class AdapterState:
         self.cache_percent = 0.0
         #: The newest first token of any order.
         self.first_ns = 0
-        #: Whose tokens tell the time of a step, and its last one.
+        #: Order whose tokens give the time of a step, and the time of its last token.
         self.paced_by, self.paced_ns = "", 0
         self.stopped = False
         self.now_ns = self.wall_ns = 0
@@ -274,7 +274,7 @@ class AdapterState:
         return DecodeStarted(order_id=order.order_id, request_id=order.request_id, worker_id=self.worker_id)
 
     def _pace(self, request: AdaptedRequest, tokens: int, *, first: bool) -> None:
-        """Take the time of a step, where this sequence's tokens tell it."""
+        """Take the time of a step, where this sequence's tokens give it."""
         sequence = request.sequence
         running = [one.sequence for one in self.requests.values() if one.sequence.result is not None]
         if self.paced_by not in self.requests:

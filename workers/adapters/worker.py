@@ -258,7 +258,7 @@ class AdapterWorker(Worker):
 
 
 class AdapterMetrics(Collector):
-    """Counts of an engine's KV events, and of our blocks that they tell of."""
+    """Counts of an engine's KV events, and of our blocks in them."""
 
     def __init__(self, mirror: EngineMirror) -> None:
         self._mirror = mirror

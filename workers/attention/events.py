@@ -17,7 +17,7 @@ class HoldAsked(WorkerEvent, frozen=True, kw_only=True):
 
 
 class HoldLoaded(WorkerEvent, frozen=True, kw_only=True):
-    """LoadHold is done. `problem` "": the blocks have what was asked for."""
+    """LoadHold is done. `problem` "": the blocks have the requested KV."""
 
     hold: int
     problem: str = ""

@@ -3,7 +3,7 @@
 For each layer the query comes first (QUERY), and the states over the past are computed at once, while the other end
 still computes the new tokens' keys and values. When these come (KEY_VALUE), each row's state over its own token joins
 the others, all merge in their order, as in `ExactAttention`, and the tokens are written to the holds. The answer (OUT)
-is what attention gives: a row of q up, one of k and v, a row down.
+is attention's result: a row of q up, one of k and v, a row down.
 
 Source: Lamina (arXiv 2405.01814), section 4.2.2: attention to cached tokens overlaps with the projection of k and v.
 """
@@ -25,8 +25,8 @@ from halfmoon.workers.model.paged_cache import PagedCache
 
 
 class HeldCaches:
-    """A list of one channel. `wanted`: for each row its hold, and how many of its tokens are the sequence's; what the
-    hold has beyond them is of a step that was not finished, and is written anew.
+    """A list of one channel. `wanted`: for each row its hold, and the number of its tokens that are the sequence's;
+    further tokens are of a step that was not finished, and are written anew.
     """
 
     answer = Op.OUT

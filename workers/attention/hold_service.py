@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HoldService:
-    """The machine of `worker` hears what happened."""
+    """Feeds the machine of `worker`."""
 
     def __init__(self, worker: Worker, lender: Lender) -> None:
         self._worker, self._lender = worker, lender

@@ -11,7 +11,7 @@ from halfmoon.workers.attention.errors import PartRefused
 from halfmoon.workers.attention.tensors import DTYPES, bytes_of
 from halfmoon.workers.model.paged_cache import PagedCache
 
-#: Messages of one push: what a header counts them in.
+#: Most messages of one push, by the field of the header that counts them.
 MESSAGES_MAX = 2**16
 
 

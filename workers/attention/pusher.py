@@ -1,5 +1,5 @@
 """Pushes to lenders, each over a channel of its own, on a thread of their own: a lender that is silent holds up neither
-steps nor what arrives.
+steps nor arriving KV.
 """
 
 from __future__ import annotations

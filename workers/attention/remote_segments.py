@@ -24,7 +24,7 @@ class RemoteSegments(RemotePlaces):
         self._say([self._states_of(name, some, chunk_rows=chunk_rows) for name, some in held.items()])
 
     def collect(self, states: StateStack) -> None:
-        """Writes what they answer to the parts that it is about. Raises ChannelLost and PartRefused."""
+        """Writes the answers to their parts of `states`. Raises ChannelLost and PartRefused."""
         for one in self._hear_all():
             assert one.states is not None
             one.states.write(states)

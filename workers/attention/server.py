@@ -147,7 +147,7 @@ class SegmentServer:
 
     @torch.inference_mode()
     def serve(self, channel: WorkerChannel) -> None:
-        """Takes what has come, and answers it. Raises ChannelLost."""
+        """Takes the next message, and answers it. Raises ChannelLost."""
         peer = self._peers.setdefault(channel, _Peer())
         self._served += 1
         peer.served = self._served
@@ -168,7 +168,7 @@ class SegmentServer:
                 self._refuse(channel, header, asked.problem)
 
     def _refuse(self, channel: WorkerChannel, header: MessageHeader, why: RowRefusal) -> None:
-        # What a list names as a hold may be any number.
+        # A list may name any number as a hold.
         hold = max(0, why.hold)
         refusal = MessageHeader(
             Op.REFUSED, layer=header.layer, rows=hold, step=header.step, slots=header.slots
@@ -324,7 +324,7 @@ class SegmentServer:
         channel.send(answer, *caches.payload())
 
     def _dropped(self, slots: SlotList | HeldCaches) -> RowRefusal | None:
-        """Which of the list's holds is not what it was, or nothing."""
+        """The first of the list's holds that was dropped or changed; None: all are as they were."""
         gone = [number for number, hold in slots.held.items() if self.holds.get(number) is not hold]
         return RowRefusal(f"hold {gone[0]} was dropped", gone[0]) if gone else None
 

@@ -43,7 +43,7 @@ class SlotList:
         each = rows if chunk else 1
         self.query = torch.empty(rows, *shape, dtype=cache.dtype)
         self.states = StateStack(self.segments, each, *shape, cache.device)
-        #: In the model's dtype, which is what the kernel computes.
+        #: In the model's dtype, as the kernel computes it.
         self.out = torch.empty(self.segments, each, *shape, dtype=cache.dtype)
 
     def attend(self, attention: Attention, layer: int) -> None:

@@ -1,8 +1,8 @@
 """The machine of an attention worker: events in, actions out. Pure.
 
 Its cache is for sequences that others decode. A decode worker asks for room, and has whole blocks brought from a pool
-(`holds`); what follows them comes over a channel, token by token, and is nobody's business here. The conductor has
-booked the room, and takes the order back when it ends.
+(`holds`); later tokens come over a channel, one by one, past this machine. The conductor has booked the room, and takes
+the order back when it ends.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class AnswerResend(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """Give back what the order holds in the node's pool, `after_ns` from now. With `confirm`: LeaseConfirmed."""
+    """Give back the order's slots of the node's pool, `after_ns` from now. With `confirm`: LeaseConfirmed."""
 
     order_id: str
     after_ns: int = 0
@@ -110,7 +110,7 @@ class ShareOutput(msgspec.Struct, frozen=True):
 
 
 class Wake(msgspec.Struct, frozen=True):
-    """There may be something to compute: say EngineIdled when everything that has come by now is in."""
+    """There may be something to compute: give EngineIdled when all events that have come by now are in."""
 
 
 class RunStep(msgspec.Struct, frozen=True):
@@ -130,7 +130,7 @@ class SwapOut(msgspec.Struct, frozen=True):
 
 
 class SwapIn(msgspec.Struct, frozen=True):
-    """Copy what SwappedOut brought into these blocks of the cache; SwappedIn."""
+    """Copy the blocks that SwappedOut brought into these blocks of the cache; SwappedIn."""
 
     table: list[int]
     held: object
@@ -147,7 +147,7 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 class EndSpan(msgspec.Struct, frozen=True):
-    """Tell the trace of a request that its decode has ended."""
+    """End the decode span in the trace of a request."""
 
     sequence: DecodeSequence
     error: str = ""

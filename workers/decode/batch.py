@@ -1,4 +1,4 @@
-"""The running batch of the decode machine: what the compute thread does next, and what came of it. Pure.
+"""The running batch of the decode machine: the next work of the compute thread, and its results. Pure.
 
 Requests join and leave between two steps; each step makes one token of each. When the cache has no free block for
 a running sequence, one that waits with a part of its KV gives its blocks back (it copies again from the pool);
@@ -147,7 +147,7 @@ class Batch:
         return False
 
     def swapped_out(self, held: object) -> None:
-        """The blocks of the sequence that moved out are free; `held` is what they held."""
+        """The blocks of the sequence that moved out are free; `held` has their content."""
         orders = self.orders
         sequence, orders.moving_out = orders.moving_out, None
         assert sequence is not None
@@ -173,7 +173,7 @@ class Batch:
                 orders.free(sequence)
 
     def after_step(self, tokens: list[SampledToken], step_ns: int, waits_ns: dict[str, int]) -> None:
-        """Deliver the step's tokens, then end what has ended."""
+        """Deliver the step's tokens, then end the sequences that are complete."""
         orders = self.orders
         batch, orders.in_step = orders.in_step, []
         orders.times.observe(step_ns, len(batch), self._step_context)

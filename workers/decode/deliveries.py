@@ -9,8 +9,8 @@ from halfmoon.schemas.tokens import Delivery, ResendReply, ResendRequest, Tokens
 from halfmoon.workers.decode.actions import Deliver
 from halfmoon.workers.decode.sequence import DecodeSequence
 
-#: Of the tokens in one message; what a frontend makes of them for its client is up to four times as long, and must
-#: fit in a message too.
+#: Most bytes of tokens in one message; a frontend's message of them to its client is up to four times as long, and must
+#: fit too.
 MESSAGE_BYTES_MAX = 128 << 10
 #: Finished orders whose tokens can still be sent again: so many, and fewer where they take more memory than this, which
 #: long prompts and the log probabilities of their tokens do.

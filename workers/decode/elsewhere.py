@@ -26,7 +26,7 @@ HOLD_S = 30.0
 
 
 class KvElsewhere:
-    """The machine of `worker` hears what happened. `borrower`: None where the worker neither lends nor borrows."""
+    """Feeds the machine of `worker`. `borrower`: None where the worker neither lends nor borrows."""
 
     def __init__(self, worker: Worker, engine: Any) -> None:
         self._worker = worker
@@ -63,7 +63,7 @@ class KvElsewhere:
             await asyncio.to_thread(self._pusher.close)
 
     def do(self, action: HoldAction) -> None:
-        """About what others have here."""
+        """Obey an action on holds of others."""
         assert self._holds is not None
         self._holds.do(action)
 

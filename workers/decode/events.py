@@ -106,7 +106,7 @@ class MemoryLost(WorkerEvent, frozen=True, kw_only=True):
 
 
 class LayersCopied(WorkerEvent, frozen=True, kw_only=True):
-    """The instruction CopyLayers with this number is done. `problem`: why what was copied is good for nothing."""
+    """The instruction CopyLayers with this number is done. `problem`: the reason why the copies are of no use."""
 
     copy_id: int
     problem: str = ""
@@ -163,7 +163,7 @@ class SwappedIn(WorkerEvent, frozen=True, kw_only=True):
 
 
 class LeaseConfirmed(WorkerEvent, frozen=True, kw_only=True):
-    """Release is done. `held`: its slots were nobody else's until then, so what was copied is the prompt's KV."""
+    """Release is done. `held`: its slots were nobody else's until then, so the copies are the prompt's KV."""
 
     order_id: str
     held: bool

@@ -11,10 +11,10 @@ from halfmoon.workers.decode.sequence import DecodeSequence
 def shares_generated(sequence: DecodeSequence, layout: Layout) -> bool:
     """It has whole blocks beyond its prompt's that others may use.
 
-    Only in fast numerics: in exact ones generated KV is not, bit for bit, what a prefill of the same tokens would give.
-    And only where the order's slots were its own until the prompt's KV had been copied: a process that stood still may
-    have copied what others wrote there meanwhile. Its client has another worker's answer then, but what it computed
-    from that would stay in the pool under the keys of this prompt.
+    Only in fast numerics: in exact ones generated KV differs in bits from a prefill of the same tokens. And only where
+    the order's slots were its own until the prompt's KV had been copied: a process that stood still may have copied
+    bytes that others wrote there meanwhile. Its client has another worker's answer then, but KV computed from those
+    bytes would stay in the pool under the keys of this prompt.
     """
     return bool(
         layout.numerics == "fast"

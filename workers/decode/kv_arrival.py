@@ -73,7 +73,7 @@ class KvArrival:
         return begun
 
     def take_back(self) -> None:
-        """Forget the copies: the pool still holds what was copied, and it is copied again later."""
+        """Forget the copies: the pool still holds the blocks, and they are copied again later."""
         assert self.copying == 0, self.copying
         blocks = len(self.slots)
         self.readable += [divmod(place, blocks) for place, begun in enumerate(self.started) if begun]

@@ -98,5 +98,5 @@ def borrows_of(sequence: DecodeSequence, worker_id: str) -> bool:
 
 
 def holds_under(sequence: DecodeSequence, worker_id: str, hold: int) -> bool:
-    """It is what that worker has under this number."""
+    """True where the sequence has a part that the worker holds under this number."""
     return any((part.worker_id, part.hold) == (worker_id, hold) for part in sequence.parts)

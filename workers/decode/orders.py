@@ -54,7 +54,7 @@ LAST_LAYERS_NS = SECOND_NS // 2
 
 
 class Orders:
-    """See the module. Every order that is not answered yet, by what it waits for; and the blocks of all of them.
+    """See the module. Every order that is not answered yet, by its stage; and the blocks of all of them.
 
     `now_ns`, `wall_ns` and `out` are of the event that is being handled: the actions go to `out`, in order.
     """

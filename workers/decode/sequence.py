@@ -1,4 +1,4 @@
-"""One request in a decode worker: its tokens, its blocks, its KV, what was delivered."""
+"""One request in a decode worker: its tokens, its blocks, its KV, its deliveries."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Stage(Enum):
 
 
 class DecodeSequence:
-    """Made by a StartDecode order. Times are monotonic ns unless they say otherwise."""
+    """Made by a StartDecode order. Times are monotonic ns unless a comment names another clock."""
 
     def __init__(self, order: StartDecode, layout: Layout, now_ns: int) -> None:
         self.order = order
@@ -76,8 +76,8 @@ class DecodeSequence:
             self.kv, self.tail_due = KvArrival(0), False
         #: Its lease on slots of the node's pool was given back; and lasted until all had been copied from them.
         self.released = self.lease_held = False
-        #: Blocks of the engine's cache, AWAY where others hold them; while it is swapped out, how many it needs again
-        #: and what they held.
+        #: Blocks of the engine's cache, AWAY where others hold them; while it is swapped out, the number of blocks that
+        #: it needs again and their content.
         self.table: list[int] = []
         self.held_blocks = 0
         self.held: object = None
@@ -100,13 +100,13 @@ class DecodeSequence:
 
     @property
     def host_bytes(self) -> int:
-        """About what its tokens, and what is told of them, take of this process's memory. KV is not among it."""
+        """Memory of its tokens and their log probabilities in this process, about. KV is not among it."""
         scores = len(self.tokens[0].prompt_logprobs) if self.tokens else 0
         each = SAMPLED_BYTES + ALTERNATIVE_BYTES * max(0, self.sampling.logprobs)
         return TOKEN_ID_BYTES * len(self.prompt) + each * len(self.tokens) + scores
 
     def blocks_of(self, part: KvPart) -> range:
-        """Whole blocks of the prompt that a part has. What follows them, where it grows, is sent to it."""
+        """Whole blocks of the prompt that a part has. Where the part grows, later tokens are sent to it."""
         first = part.first_segment * self._segment_blocks
         return range(first, first + part.size(self._prompt_blocks, self._segment_blocks))
 

@@ -13,12 +13,12 @@ from halfmoon.workers.decode.sequence import DecodeSequence
 _WEIGHT = 0.1
 #: The newest steps that a place is judged by, and the least number for a report.
 WINDOW, LEAST = 16, 8
-#: A place is not slow for what the clock of a busy machine does to short steps.
+#: Short steps count as this long: on a busy machine their times are noise, and no place is slow by them.
 EXPECTED_NS_MIN = 2_000_000
 
 
 class StepTimes:
-    """The profile, scaled by what was observed: `observe` each step; `predict` for the double check; `take` the means
+    """The profile, scaled by observed steps: `observe` each step; `predict` for the double check; `take` the means
     since the last heartbeat.
     """
 

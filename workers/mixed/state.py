@@ -27,11 +27,11 @@ Source: Sarathi-Serve (OSDI'24), section 4.2 (stall-free batching).
 # Turned down:
 # - Swapping a preempted sequence to host memory, as the decode worker does: the former admits it anew, which is one
 #   path for both numerics, and it is seldom taken.
-# - Chunks in an engine call of their own: the weights would be read twice an iteration, which is what chunks save.
+# - Chunks in an engine call of their own: the weights would be read twice an iteration.
 # - A budget that never grows: with as many decodes as tokens in it no prompt would get in, so one grain is always left.
 #
 # In doubt: the time of an iteration is split by prediction. Decodes are charged their learned step and the chunks the
-# rest, since one measured time cannot tell the two apart.
+# rest, since there is one measured time for both.
 
 from __future__ import annotations
 

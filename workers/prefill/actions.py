@@ -1,4 +1,4 @@
-"""Actions of a prefill worker: what `PrefillState.on` orders. Imperative; the docstring names the events that end it.
+"""Actions of a prefill worker, by `PrefillState.on`. Imperative; the docstring names the events that end each.
 
 An action without such a name is done when it is begun, and its failure changes nothing for the order.
 """
@@ -27,7 +27,7 @@ class BeginSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReserveSlots(msgspec.Struct, frozen=True, kw_only=True):
-    """Lease what the own node's pool holds of the prompt, reserve slots for the rest.
+    """Lease the prompt's blocks in the own node's pool, reserve slots for the rest.
 
     SlotsReserved or ReserveSlotsFailed.
     """
@@ -82,7 +82,7 @@ class ComputePrompt(msgspec.Struct, frozen=True, kw_only=True):
     chunks: list[range]
     #: Blocks before the first chunk: they are loaded from the pool's slots.
     prefix_blocks: int
-    #: Layers of the prefix up to this one are readable in the pool; LoadLayers tells of the others.
+    #: Layers of the prefix up to this one are readable in the pool; LoadLayers announces the others.
     fetched_layer: int
     #: By block, slots of the pool; those of `present` hold their bytes and must not be written.
     slots: list[int]
@@ -107,7 +107,7 @@ class ComputeStage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DropStage(msgspec.Struct, frozen=True, kw_only=True):
-    """Nothing more is computed of the part of another worker's prompt; what came for it is let go."""
+    """Compute nothing more of the part of another worker's prompt, and let its messages go."""
 
     order_id: str
 

@@ -66,7 +66,7 @@ class PromptComputation:
         #: Those that are computed here.
         self._layers = range(first, memory.layout.layers)
         self._group: StageGroup | None = None
-        #: What was waited for the stage before.
+        #: Time that was waited for the stage before.
         self.stage_wait_ns = 0
         if prompt.stages:
             from halfmoon.workers.prefill.stage_group import StageGroup
@@ -191,14 +191,14 @@ class PromptComputation:
         except StageGone:
             if self._stopped:
                 raise OrderAborted(self.order_id) from None
-            # It is not the stage's fault: the prompt can be computed without what was to be fetched.
+            # It is not the stage's fault: the prompt can be computed without the fetched blocks.
             if self.loads.failure:
                 raise LayersMissing(self.loads.failure) from None
             raise
 
     def _load_prefix(self, table: list[int]) -> None:
-        """On the copy thread: layer by layer, from the pool into the engine's cache, what the first chunk's table has
-        there.
+        """On the copy thread: load the prefix in the first chunk's table, layer by layer, from the pool into the engine's
+        cache.
         """
         prompt = self._prompt
         for layer in self._layers:

@@ -1,4 +1,4 @@
-"""Events of a prefill worker: what `PrefillState.on` hears. Past tense; each carries its own time.
+"""Events of a prefill worker, for `PrefillState.on`. Past tense; each carries its own time.
 
 `at_ns` is the worker's monotonic clock. Every action that can end in more than one way has one event for each of
 them; `halfmoon.workers.prefill.actions` names them.
@@ -110,8 +110,8 @@ class ChunkStored(OrderEvent, frozen=True, kw_only=True):
 
 
 class PromptComputed(OrderEvent, frozen=True, kw_only=True):
-    """The logits of the last prompt token are there. `finished_at_ns`: wall clock. `stage_wait_ns`: of the time, what
-    was waited for the stage before.
+    """The logits of the last prompt token are there. `finished_at_ns`: wall clock. `stage_wait_ns`: the part of the
+    time that was waited for the stage before.
     """
 
     finished_at_ns: int

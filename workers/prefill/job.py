@@ -116,8 +116,8 @@ class Job:
 
     @property
     def usable_blocks(self) -> int:
-        """Cached blocks that can save computing: the last token is always computed, for its logits. So are all where
-        the prompt's own log probabilities are wanted: another try at the order may find what the first one committed.
+        """Cached blocks that can save computing: the last token is always computed, for its logits. All tokens are
+        where the prompt's own log probabilities are wanted, though another try at the order may find the first's blocks.
         """
         if self.reply.sampling.prompt_logprobs >= 0:
             return 0

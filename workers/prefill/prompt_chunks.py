@@ -1,4 +1,4 @@
-"""The chunks in which a prompt is computed: from an order, and what of it is cached."""
+"""The chunks in which a prompt is computed: from an order, and its cached blocks."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ log = logging.getLogger("halfmoon.prefill")
 
 
 class PromptWorker(Worker):
-    """See the module. `hear` tells the machine."""
+    """See the module. `hear` feeds the machine."""
 
     async def prepare_prompts(self) -> None:
         """Before the first order."""
@@ -191,8 +191,8 @@ class PromptWorker(Worker):
     async def _release(
         self, order_id: str, asking: set[asyncio.Task[None]], committing: set[asyncio.Task[None]]
     ) -> None:
-        """Slots asked for after the release would stay reserved: first nothing is asked any more. And what was computed
-        is shared only if it was committed before.
+        """Slots asked for after the release would stay reserved: first nothing is asked any more. And computed blocks
+        are shared only if they were committed before.
         """
         if committing:
             await asyncio.wait(committing)

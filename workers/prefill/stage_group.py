@@ -1,9 +1,9 @@
 """The other workers that compute a prompt's first layers, as the one that has the last layers sees them.
 
-It has a channel to each, and two threads: one sends what the stage computes from, one takes what it computed. KV goes
-to the slots of the own node's pool, from where it is pushed and committed as if it had been computed here; the residual
-goes on to the next stage, or to the compute thread. What the group costs beside one worker is one hop of KV, which a
-pipeline whose stages push it themselves pays towards the node where whole blocks are committed.
+It has a channel to each, and two threads: one sends a stage's inputs, one takes its results. KV goes to the slots of
+the own node's pool, from where it is pushed and committed as if it had been computed here; the residual goes on to the
+next stage, or to the compute thread. Compared with one worker the group costs one more hop of KV; a pipeline whose
+stages push KV themselves would pay it towards the node where whole blocks are committed.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class StageGroup:
         thread.start()
 
     def _feed(self, place: int, stage: LayerStage) -> None:
-        """Sends a stage what it computes from."""
+        """Sends a stage its inputs."""
         channel = connect(stage.addresses, self._hello, self._options, peer=stage.worker_id)
         with self._lock:
             self._channels[place] = channel
@@ -173,7 +173,7 @@ class StageGroup:
                 send_activation(channel, number, self._handovers[place - 1].take())
 
     def _hear(self, place: int, stage: LayerStage, channel: WorkerChannel) -> None:
-        """Takes what a stage computed, chunk by chunk."""
+        """Takes a stage's results, chunk by chunk."""
         memory = memoryview(bytearray(self._layout.layer_block_bytes))
         for number, chunk in enumerate(self._chunks):
             blocks = blocks_of(chunk, self._layout.block_tokens)

@@ -4,9 +4,8 @@
 
     queued ─ prepared ─ computing ─ ended
 
-It needs nothing of its own node: what it computes from comes over a channel once it has its turn, and what it computes
-goes back over it. It is answered when its part is over, whatever became of it; what becomes of the order is the other
-worker's word.
+It needs nothing of its own node: its inputs come over a channel once it has its turn, and its results go back over it.
+It is answered when its part is over, well or not; the other worker answers the order.
 """
 
 from __future__ import annotations

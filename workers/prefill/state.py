@@ -3,8 +3,8 @@
 Pure: no clock, no I/O, no threads, no model. The shell (`halfmoon.workers.prefill.worker`) obeys the actions in
 their order and feeds back one event for each way that an action can end; a simulated world does the same.
 
-`halfmoon.workers.prefill.job` has the stages of one order; here is what orders share: the queue, and the turn to
-compute. Rules:
+`halfmoon.workers.prefill.job` has the stages of one order; here are the things that orders share: the queue, and the
+turn to compute. Rules:
 
 - Orders compute one at a time, in the order of their arrival. The first `prepared_max` of the queue are prepared
   meanwhile: their tokens are taken, their slots are reserved, their fetches are under way.
@@ -108,10 +108,10 @@ class PrefillState:
         )
 
     def validate(self) -> None:
-        """Asserts what must hold between any two events."""
+        """Asserts the invariants that hold between any two events."""
         layers, has_store, turn = max(1, self.rules.layout.layers), self.rules.has_store, self.turn
         queue = set(self.queue)
-        # It runs after every event of a simulated world: what a message needs is gathered only when one is needed.
+        # It runs after every event of a simulated world: values for a message are gathered only when one is needed.
         for order_id, job in self.jobs.items():
             stage, queued = job.stage, job in queue
             assert job.order_id == order_id, ("I69 another id", order_id, job.order_id)
