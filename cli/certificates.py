@@ -1,4 +1,4 @@
-"""The cluster's certificate authority, and what it signs: EC keys on P-256, in PEM."""
+"""The cluster's certificate authority, and its certificates: EC keys on P-256, in PEM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`halfmoon container ROLE`: what runs in a container of docker/compose.yaml.
+"""`halfmoon container ROLE`: the command of a container of docker/compose.yaml.
 
 Replicas of a service are equal, but a process of the cluster has a name and credentials of its own. So each
 takes the first free name of its role, ROLE-0 upwards, by a lock on a file in a folder that all containers of

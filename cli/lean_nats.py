@@ -1,6 +1,6 @@
 """nats-py as a short command imports it: without the search for its own version among all packages.
 
-It tells the server that version, and nobody asks for it there; the search takes ten times as long as to connect.
+It sends the server that version, and nobody asks for it there; the search takes ten times as long as to connect.
 """
 
 from __future__ import annotations

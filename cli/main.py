@@ -24,7 +24,7 @@ from halfmoon.cli.output import set_logging
 from halfmoon.schemas.roles import ROLES
 from halfmoon.workers.model.loading.errors import ModelError
 
-#: What a package is missing for, by the name that is imported: an extra of this distribution.
+#: Name of an imported package → the extra of this distribution that brings it.
 EXTRAS = {
     "gguf": "engine",
     "jinja2": "engine",
@@ -52,14 +52,14 @@ class _Version(argparse.Action):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; its status is the process's."""
-    # What imports make stays: going over it again and again is a tenth of a short command's time.
+    # Objects of imports stay: going over them again and again is a tenth of a short command's time.
     gc.disable()
     try:
         _main(argv)
     finally:
         gc.enable()
         if argv is None:
-            # The process ends: what it holds need not be gone over once more.
+            # The process ends: its objects need not be gone over once more.
             gc.freeze()
 
 

@@ -87,7 +87,7 @@ class Targets:
         self._groups.append({"targets": [at], "labels": {"job": role}})
 
     def write(self, file: Path) -> str:
-        """As Prometheus' `file_sd_configs` read it. What to tell a person; "" when nothing is served."""
+        """Write it for Prometheus' `file_sd_configs`; a line for the user, "" when nothing is served."""
         if not self._base:
             return ""
         file.write_text(json.dumps(self._groups, indent=1) + "\n")

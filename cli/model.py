@@ -187,7 +187,7 @@ def _set_threads(args: argparse.Namespace) -> None:
 
 
 def _no_memory(problem: Exception, layout: Layout, kv_blocks: int) -> Exception:
-    """The error of a cache that cannot be had; the problem itself where it is another."""
+    """The error of a cache that does not fit into memory; the problem itself where it is another."""
     if "memory" not in str(problem):  # torch has no type of its own for it on CPUs
         return problem
     size = kv_blocks * layout.block_bytes >> 20

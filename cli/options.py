@@ -231,8 +231,8 @@ def parse(
         known = {action.dest for action in sub._actions}
         _apply(sub, {key: value for key, value in environment.items() if key in known}, "environment")
         if argv[0] == command:
-            # Intermixed: options may stand before, between and behind what has no name. And it is this command's usage
-            # that an error shows.
+            # Intermixed: options may stand before, between and behind arguments without a name. And an error shows this
+            # command's usage.
             args = sub.parse_intermixed_args(list(argv[1:]))
             args.command = command
             return args

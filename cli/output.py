@@ -29,10 +29,10 @@ class JsonLines(logging.Formatter):
 
 
 def set_logging(args: argparse.Namespace) -> None:
-    """As `SharedOptions` say; a command that has none keeps what there is."""
+    """Set logging by `SharedOptions`; a command without these keeps the logging that there is."""
     root = logging.getLogger()
     if (level := getattr(args, "log_level", None)) is not None:
-        # Of the libraries below us the debugging words are left out: nats-py and asyncio tell each message.
+        # The libraries' own debugging lines are left out: nats-py and asyncio log each message.
         logging.getLogger("halfmoon").setLevel(level.upper())
         root.setLevel(max(logging.INFO, getattr(logging, level.upper())))
     if getattr(args, "log_format", "") == "json" and args.command != "up":

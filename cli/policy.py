@@ -1,4 +1,4 @@
-"""`halfmoon policy`: what policy the conductors go by, and another one from now on.
+"""`halfmoon policy`: shows the policy of the conductors, and sets another one from now on.
 
 A change is an event in the log: it is in force from the next event on, for all conductors at once, and in
 replay.

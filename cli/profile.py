@@ -1,4 +1,4 @@
-"""`halfmoon profile`: what prefill and decode cost on this machine, as the conductor's cost model sees it."""
+"""`halfmoon profile`: the costs of prefill and decode on this machine, in the conductor's cost model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`halfmoon replay`: the core over a recorded log; what it decides against what was decided, why, and in
-pictures.
-"""
+"""`halfmoon replay`: the core over a recorded log; its decisions against the recorded ones, their grounds, pictures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`halfmoon role WORKER ROLE`: a worker finishes what it has and takes another role, its weights loaded as they are.
+"""`halfmoon role WORKER ROLE`: a worker finishes its orders and takes another role, its weights loaded as they are.
 
-The wish is an event in the log: conductors place nothing more on the worker from that event on, and tell it.
+The wish is an event in the log: conductors place nothing more on the worker from that event on, and order the change.
 """
 
 from __future__ import annotations

@@ -34,14 +34,14 @@ class RunFile:
     credentials: str = ""
 
     def write(self, directory: Path) -> None:
-        # Here, not above: it imports what makes keys, which no reader needs, and `halfmoon status` is one.
+        # Imported here, not above: it imports the making of keys, which no reader needs, and `halfmoon status` is one.
         from halfmoon.bus.credentials import write_private
 
         write_private(directory / NAME, orjson.dumps(self))
 
     @property
     def runs(self) -> bool:
-        """False for what a cluster that was killed has left: its port may be anybody's by now."""
+        """False for the file of a cluster that was killed: its port may be anybody's by now."""
         if not 0 < self.pid <= PID_MAX:
             return False
         try:

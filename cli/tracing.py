@@ -29,6 +29,6 @@ def start_tracing(args: argparse.Namespace, role: str, process_id: str) -> Traci
 
 
 def stop_tracing(tracing: Tracing | None) -> None:
-    """Send what waits, for a moment."""
+    """Send waiting spans, for a moment."""
     if tracing is not None:
         tracing.close()

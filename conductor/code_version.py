@@ -1,7 +1,7 @@
 """The version of the code that decides: that of the package, and a fingerprint of the core's own sources.
 
-Equal code decides alike from equal logs. So conductors say which one they run when they compare states, and a log says
-which one began it.
+Equal code decides alike from equal logs. So conductors name their code when they compare states, and a log names the
+code that began it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib.resources.abc import Traversable
 #: Meaning of the events; those of older logs are understood too.
 LOG_VERSION = 2
 LOG_VERSIONS_READ = (1, 2)
-#: What decides: the core, and the messages that it is made of.
+#: The packages that decide: the core, and the messages that it is made of.
 DECIDING = ("halfmoon.conductor.core", "halfmoon.schemas")
 
 

@@ -1,8 +1,7 @@
 """Reads of a log that is still bounded and alive: its beginning, its gaps, the snapshots that lead on to it.
 
-The log is bounded, so its head may be gone. A snapshot is of use as long as the log still has the event after
-it.
-`ClusterConfigured` begins a log: the core forgets what it knew before it.
+The log is bounded, so its head may be gone. A snapshot is of use as long as the log still has the event after it.
+`ClusterConfigured` begins a log: the core forgets everything from before it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ TURN_EVENTS = 256
 
 
 class LogUnreadable(Exception):
-    """The log was begun under another meaning of its events, or what began it is gone."""
+    """The log was begun under another meaning of its events, or its first event is gone."""
 
 
 def check_version(event: ClusterConfigured) -> None:
@@ -54,7 +53,7 @@ async def usable_snapshot(bus: Bus, *, before: int | None = None, checked: bool 
     removed.
     """
     heads = await snapshots.heads(bus)
-    # After the snapshots: none is newer than what it is of.
+    # Asked after the snapshots: none is newer than this answer.
     first, last = await bus.held(subjects.EVENTS_STREAM)
     for head in heads:
         if head.seq > last:

@@ -1,7 +1,7 @@
-"""Policies of other packages: what the entry points of the group `halfmoon.policies` name is added to the core's table.
+"""Policies of other packages: entry points of the group `halfmoon.policies` are added to the core's table.
 
 Called once by each process that runs a core: conductors, replay, simulation. A package that cannot be used is passed
-over with a warning: a log that needs it is then refused by its name, and no other. What a measure raises while it
+over with a warning: a log that needs it is then refused by its name, and no other. An error of a measure while it
 decides is contained here, outside of the core, and equally in every conductor: the candidate ranks last by it.
 """
 
@@ -27,7 +27,7 @@ GROUP = "halfmoon.policies"
 #: The number of a candidate for which a measure has none: more than any time or count.
 NO_NUMBER = 2**63 - 1
 log = logging.getLogger(__name__)
-#: How often a measure had no number, by its policy, its words and what was wrong.
+#: (Policy, words of a measure, problem) → number of times that the measure gave no number.
 failures: Counter[tuple[str, str, str]] = Counter()
 _installed: dict[str, Plugin] = {}
 
@@ -48,7 +48,7 @@ class Plugin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def install_plugins() -> None:
-    """Adds all that there are to the table of policies. A further call adds what has come since."""
+    """Adds all that there are to the table of policies. A further call adds those that have come since."""
     for point in entry_points(group=GROUP):
         try:
             for plugin in _plugins_of(point):

@@ -239,8 +239,8 @@ class AgentClient:
         await self.commit(order_id, first_block=0, blocks=0)
 
     def require_unchanged(self, order_id: str) -> None:
-        """Ask it after reading slots of an order that was opened here, and before making use of what was read: the
-        lease may have ended while this process stood still. Raises LeaseLost.
+        """Call it after reading slots of an order that was opened here, and before using the bytes: the lease may have
+        ended while this process stood still. Raises LeaseLost.
         """
         opened = self._opened.get(order_id)
         if opened is None or self._attached is None or opened.incarnation != self._attached.incarnation:
@@ -299,9 +299,7 @@ class AgentClient:
             await self._ask("push", message, messages.Done, self._long_s())
 
     async def close_push(self, order_id: str, *, traceparent: str = "") -> messages.Pushed:
-        """Returns when everything pushed is readable at the target and committed there. Raises what made it
-        fail.
-        """
+        """Returns when everything pushed is readable at the target and committed there. Raises the push's failure."""
         await asyncio.sleep(0)  # pushes from other threads come first
         request = messages.ClosePush(
             order_id=order_id,
@@ -345,7 +343,7 @@ class AgentClient:
             self._view, self._attached = None, None
 
     async def ask(self, verb: str, message: Message, kind: type[M], *, long: bool = False) -> M:
-        """A request to the agent, watched. Raises what it answers, or AgentUnreachable."""
+        """A request to the agent, watched. Raises the error that it answers, or AgentUnreachable."""
         asking = asyncio.ensure_future(self._ask(verb, message, kind, self._long_s() if long else ASK_S))
         try:
             while not asking.done():

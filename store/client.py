@@ -78,7 +78,7 @@ class Held:
         self.array: Array = view.blocks[slot].reshape(-1)
 
     def check(self) -> None:
-        """Raises LeaseLost: what was read from the array so far may be another block's."""
+        """Raises LeaseLost: bytes read from the array so far may be another block's."""
         require_unchanged(self._epochs, [self._slot], [self._epoch])
 
     async def release(self) -> None:
@@ -236,9 +236,7 @@ class StoreClient:
     # --- batches --------------------------------------------------------------------------------------------
 
     async def batch_put(self, values: Mapping[bytes, Any]) -> list[StoreError | None]:
-        """As `put`, in one exchange, in the order of `values`. What the agent refuses as a whole, each key
-        gets.
-        """
+        """As `put`, in one exchange, in the order of `values`. A refusal of all of it is the result of each key."""
         keys, buffers = list(values), [_bytes_of(value) for value in values.values()]
         if not keys:
             return []
@@ -268,7 +266,7 @@ class StoreClient:
         self, keys: Sequence[bytes], into: Sequence[Any], *, verify: bool = False
     ) -> list[StoreError | None]:
         """As `get_into`, block i into `into[i]`. With `verify` the copies are compared with the checksums of
-        the put; what comes from a disk or over a network always is."""
+        the put; blocks from a disk or a network always are."""
         buffers = [_bytes_of(buffer, writable=True) for buffer in into]
         if len(buffers) != len(keys):
             raise ValueError(f"into: {len(buffers)} buffers for {len(keys)} keys")
@@ -411,7 +409,7 @@ class StoreClient:
             await self.let_go(order_id)
 
     async def let_go(self, order_id: str) -> None:
-        """Ends what an order of this client holds. Idempotent."""
+        """Ends the holds of an order of this client. Idempotent."""
         self._held.discard(order_id)
         await self._door.release(order_id)
 

@@ -8,19 +8,19 @@
     ├── OrderUnknown         never opened here, expired, or released
     ├── BlockMissing         a miss: the holder answers, but has not (all of) these blocks
     ├── NotAttached          the worker has not mapped the memory of this incarnation of its agent
-    ├── LayoutMismatch       the two sides do not agree on what a block is
+    ├── LayoutMismatch       the two sides do not agree on the shape of a block
     ├── AgentUnreachable     the node's own store agent does not answer
     ├── TransferError        bytes did not arrive
     │   ├── HolderUnreachable  no answer: dead, cut off, or never joined
     │   ├── TransferRefused    the other side refused, with a reason
     │   ├── TransferTimeout    the deadline passed, or nothing moved for too long
-    │   ├── BytesCorrupted     they arrived, but are not what was committed
+    │   ├── BytesCorrupted     they arrived, but differ from the committed ones
     │   └── LeaseLost          they were read for so long that other blocks may have taken their place
     └── ChannelError         a channel between two workers
         ├── ChannelRefused     the ends do not fit, or one does not let the other in
         ├── ChannelFull        both ends have sent all they may, and must receive first
         └── ChannelLost        the other end is gone, or silent for too long
-            └── ProtocolBroken   it sent what it must not
+            └── ProtocolBroken   it sent a forbidden message
 
 A miss, a failed transfer and an unreachable holder are three different answers: on a miss the index is stale,
 on a failed transfer another try may do, on an unreachable holder every block of that node is out of reach.
@@ -33,7 +33,7 @@ from typing import ClassVar
 
 
 class StoreError(Exception):
-    """Any failure of the store; `code` is what travels."""
+    """Any failure of the store; `code` travels."""
 
     code: ClassVar[str] = "store_error"
 
@@ -85,7 +85,7 @@ class NotAttached(StoreError):
 
 
 class LayoutMismatch(StoreError):
-    """The two sides do not agree on what a block is."""
+    """The two sides do not agree on the shape of a block."""
 
     code = "layout_mismatch"
 
@@ -121,7 +121,7 @@ class TransferTimeout(TransferError):
 
 
 class BytesCorrupted(TransferError):
-    """They arrived, but are not what was committed."""
+    """They arrived, but differ from the committed ones."""
 
     code = "corrupted"
 
@@ -162,7 +162,7 @@ class ChannelLost(ChannelError):
 
 
 class ProtocolBroken(ChannelLost):
-    """The other end sent what it must not."""
+    """The other end sent a forbidden message."""
 
     code = "protocol_broken"
 

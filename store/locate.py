@@ -1,4 +1,4 @@
-"""Finds the holders of blocks by asking the agents, for programs that no conductor tells."""
+"""Finds the holders of blocks by asking the agents, for programs without a conductor's orders."""
 
 from __future__ import annotations
 

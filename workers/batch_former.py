@@ -109,8 +109,8 @@ class BatchFormer:
         """`budget_tokens` may be changed between two iterations; the sequences that decode may then be more.
 
         `grain_tokens`: chunks end at multiples of it, or with their prompt; exact numerics need whole blocks.
-        `replays`: what a preempted request had drawn goes through decode again, token by token, and not into the
-        prompt; exact numerics need that too.
+        `replays`: drawn tokens of a preempted request go through decode again, one by one, and not into the prompt;
+        exact numerics need that too.
         """
         assert 0 < grain_tokens <= budget_tokens, (grain_tokens, budget_tokens)
         assert sequences_max > 0, sequences_max

@@ -104,7 +104,7 @@ def fit_linear(profile: CostProfile, times: Sequence[PartTime], group_rows: int)
 
 
 def fit_channel(profile: CostProfile, trips: Sequence[PartTime], query_row_bytes: int) -> CostProfile:
-    """`profile` with the cost of a channel, and what a row of queries weighs on it."""
+    """`profile` with the cost of a channel, and the bytes of a row of queries on it."""
     trip, byte = fit_non_negative([(1, t.size) for t in trips], [t.elapsed_ns for t in trips])
     return replace(
         profile,

@@ -63,7 +63,7 @@ _PARTS = (
 
 
 class MeasuredProfile(msgspec.Struct, forbid_unknown_fields=True):
-    """The file. `spread_permille`: how far apart what was measured lies, at most; `agreed`: near enough."""
+    """The file. `spread_permille`: largest difference of the measurements; `agreed`: it is small enough."""
 
     profile: CostProfile
     spread_permille: int
@@ -91,7 +91,7 @@ def measured_often(
 ) -> MeasuredProfile:
     """The profile as measured, and measured again until it agrees.
 
-    `apart_now` tells how far a profile is from a few times that are taken now, in thousandths.
+    `apart_now` gives the difference of a profile from a few times that are taken now, in thousandths.
     """
     profiles = [measure_now()]
     profile, spread = profiles[0], apart_now(profiles[0])
@@ -141,10 +141,10 @@ def _read(path: Path) -> MeasuredProfile | None:
 
 
 class ProfileCheck:
-    """Compares a worker's profile with what its prefills and steps take; `doubted` is called once, with words.
+    """Compares a worker's profile with the times of its prefills and steps; `doubted` is called once, with words.
 
-    Prefills of few tokens are left out: what the formula does not know counts most there. `steps` False: they wait for
-    attention elsewhere, which is not in the formula either.
+    Prefills of few tokens are left out: costs that are not in the formula count most there. `steps` False: they wait
+    for attention elsewhere, which is not in the formula either.
     """
 
     def __init__(self, profile: CostProfile, doubted: Callable[[str], None], *, steps: bool) -> None:

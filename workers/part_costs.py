@@ -37,7 +37,7 @@ def with_parts(
     profile = fit_linear(
         profile, _linear_times(engine, blocks, rows, budget_s / 4), engine.decode_rows_multiple
     )
-    # Whole rows of a few groups: what a layer's messages are.
+    # Whole rows of a few groups, as in a layer's messages.
     row_bytes = engine.config.heads * engine.config.head_dim * engine.dtype.itemsize
     trips = channel_times([0, row_bytes, 16 * row_bytes, 64 * row_bytes], budget_s / 4)
     return fit_channel(profile, trips, row_bytes) if trips else profile
@@ -104,7 +104,7 @@ def _attention_step(engine: Any, blocks: Sequence[int], rows: int, tokens: int) 
 
 
 def _fastest(steps: Sequence[tuple[int, int, Callable[[], None]]], budget_s: float) -> list[PartTime]:
-    """The least time of each step (rows, tokens, what to do), by turns: a neighbour's noise only adds."""
+    """The least time of each step (rows, tokens, call), by turns: a neighbour's noise only adds."""
     least: list[int | None] = [None] * len(steps)
     until_s, rounds = time.monotonic() + budget_s, 0
     while rounds < _ROUNDS_MIN or (time.monotonic() < until_s and rounds < _ROUNDS_MAX):

@@ -1,4 +1,4 @@
-"""Measures what prefill and decode cost on an engine.
+"""Measures the costs of prefill and decode on an engine.
 
 A worker calls `measured_profile` at its start: kept from an earlier one (by model, dtype, device, CPU and threads), or
 measured for some four seconds, longer where its times differ (`kept_profile`). An attention worker, which has no

@@ -1,4 +1,4 @@
-"""From a row of logits and what travels with a request to the token that travels back. Imports no torch."""
+"""From a row of logits and a request's parameters to the token that travels back. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGPROB_MIN = -9999.0
 
 
 def params_of(sampling: Sampling) -> SamplingParams:
-    """The engine's parameters for what the frontend sent."""
+    """The engine's parameters for the frontend's."""
     return SamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -77,7 +77,7 @@ def token_of(engine: Any, sampled: Sampled, sampling: Sampling, logits_row: Any)
     return SampledToken(
         token_id=sampled.token_id,
         logprob=sampled.logprob or 0.0,
-        # JSON has no infinity: what a grammar forbids has this.
+        # JSON has no infinity: a token that a grammar forbids has this.
         top_logprobs=[(token, max(logprob, LOGPROB_MIN)) for token, logprob in sampled.top_logprobs],
         logits_digest=engine.logits_digest(logits_row) if sampling.logits_digest else "",
     )

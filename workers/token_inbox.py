@@ -11,7 +11,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.tokens import ORDER_UNKNOWN, TakeReply, TakeRequest, TokensGiven
 
-#: What was not given by then is asked for: a message of core NATS may be lost.
+#: Tokens that were not given by then are asked for: a message of core NATS may be lost.
 GIVE_S = 0.25
 #: Tokens may overtake the order that they belong to (another stream): those of this many orders are kept.
 EARLY_ORDERS_MAX = 256
@@ -26,7 +26,7 @@ class TokenInbox:
     def __init__(self, bus: Bus, worker_id: str) -> None:
         self._bus = bus
         self._worker_id = worker_id
-        #: By frontend and order: what another frontend gives is not for the order.
+        #: By frontend and order: another frontend's tokens are not for the order.
         self._early: OrderedDict[tuple[str, str], TakeReply] = OrderedDict()
         self._awaited: dict[tuple[str, str], asyncio.Future[TakeReply | None]] = {}
 

@@ -61,7 +61,7 @@ class ChannelConfig:
 
 
 class WorkerConfig(WorkerOptions, frozen=True, kw_only=True):
-    """One worker process: its options, and what follows from them, the model and the machine."""
+    """One worker process: its options, and settings that follow from them, the model and the machine."""
 
     worker_id: str
     node_id: str
@@ -127,7 +127,7 @@ class Worker(ABC):
         self.profile_check: ProfileCheck | None = None
         #: OpenTelemetry, where it is switched on.
         self.tracing: Tracing | None = None
-        #: Cause of the newest decision that was obeyed; heartbeats tell it beside the open orders.
+        #: Cause of the newest decision that was obeyed; heartbeats have it beside the open orders.
         self.obeyed_seq = 0
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
@@ -171,7 +171,7 @@ class Worker(ABC):
         self.spawn(self._heartbeats())
 
     async def stop(self, *, drain_s: float = 0.0) -> None:
-        """Take nothing new, finish what runs within `drain_s`, leave."""
+        """Take nothing new, finish open orders within `drain_s`, leave."""
         if self._stopped:
             return
         self.draining = True
@@ -288,7 +288,7 @@ class Worker(ABC):
     # --- the machine ----------------------------------------------------------------------------------------
 
     def hear(self, event: Any) -> None:
-        """On the loop: tell the machine what happened, and obey.
+        """On the loop: feed the machine the event, and obey.
 
         An action may be carried out at once, and hear its own end. That waits here until all that followed from
         `event` has begun: the machine's actions are begun in their order. Without a turn of the loop for each,

@@ -57,7 +57,7 @@ class WorkerMetrics(Collector):
         self._steps = Times(INTERVAL_S)
         self._step_sequences = self._step_context_tokens = 0
 
-    # --- what happens ---------------------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------------------
 
     def saw(self, event: Any) -> None:
         """An answer to an order goes out."""

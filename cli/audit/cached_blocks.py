@@ -34,7 +34,7 @@ class CachedBlocks:
         self._media: dict[bytes, set[str]] = {}
 
     def apply(self, batch: KvEventBatch) -> None:
-        """Raises OptionInvalid: the batch tells no tokens."""
+        """Raises OptionInvalid: the batch has no tokens."""
         for event in batch.events:
             match event:
                 case AllBlocksCleared():
@@ -62,7 +62,7 @@ class CachedBlocks:
         after: dict[bytes | None, list[bytes]] = {}
         for key, parent in self._parents.items():
             after.setdefault(parent, []).append(key)
-        # From the heads of prompts on: of what hangs on a lost block nothing is reached.
+        # From the heads of prompts on: blocks behind a lost one are not reached.
         reached, found = after.get(None, []), list[bytes]()
         while reached:
             key = reached.pop()
@@ -90,7 +90,7 @@ def in_computing_order(chains: Iterable[Chain]) -> list[Chain]:
 
 
 async def read_events(address: str) -> CachedBlocks:
-    """The blocks that a node's KV events, asked for again, tell of. Raises OptionInvalid: no or no right answer."""
+    """The blocks in a node's KV events, asked for again. Raises OptionInvalid: no or no right answer."""
     blocks, decoder = CachedBlocks(), msgspec.msgpack.Decoder(KvEventBatch)
     context = zmq.asyncio.Context()
     try:

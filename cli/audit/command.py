@@ -1,8 +1,8 @@
 """`halfmoon audit`: a sample of a node's cached blocks is computed again by the model, and compared bit by bit.
 
-A checksum tells that a block is what was put. That what was put is the KV of the block's tokens, only computing tells.
-In exact numerics that must give the same bits. Which tokens a block is of is nowhere stored: the node's store agent
-tells it, where it publishes KV events with tokens.
+A checksum proves that a block has the bytes that were put. Only computing proves that these are the KV of the block's
+tokens, and in exact numerics it must give the same bits. A block's tokens are stored nowhere: they are in the KV events
+of the node's store agent, where it publishes them with tokens.
 """
 
 from __future__ import annotations

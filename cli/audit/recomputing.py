@@ -10,7 +10,7 @@ from halfmoon.workers.model.engine import Engine
 
 
 class Recomputing:
-    """One sequence at a time in the engine's cache; what the next chain shares with the last one stays there."""
+    """One sequence at a time in the engine's cache; blocks that the next chain shares with the last one stay there."""
 
     def __init__(self, engine: Engine, *, blocks_max: int) -> None:
         """`blocks_max`: of the longest chain; the engine's cache has room for them."""

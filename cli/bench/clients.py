@@ -1,8 +1,7 @@
-"""How `halfmoon bench` reaches a cluster, and what it notes of each request; here over NATS, in `bench_http`
-over HTTP.
+"""The clients of `halfmoon bench`, and their record of each request; here over NATS, in `bench_http` over HTTP.
 
-Every answer is streamed. Times are of the monotonic clock, taken where a message is parsed. No client tries
-again: what fails is counted.
+Every answer is streamed. Times are of the monotonic clock, taken where a message is parsed. No client tries again:
+failures are counted.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Record:
     ended_ns: int = 0
     #: "finished", "rejected", "failed"; "": still open.
     outcome: str = ""
-    #: Of a rejection its reason, of a failure status and code, or what happened to the connection.
+    #: Reason of a rejection; status and code of a failure, or the error of the connection.
     reason: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -114,7 +113,8 @@ class NatsTarget:
 
     async def open(self) -> Model:
         async def quiet(_: Exception) -> None:
-            return  # what matters comes back as an exception
+            # An error comes back as an exception.
+            return
 
         options = {
             **self._config.options(),

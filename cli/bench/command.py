@@ -1,4 +1,4 @@
-"""`halfmoon bench`: a load on a live cluster, over NATS or HTTP, and what its clients saw."""
+"""`halfmoon bench`: a load on a live cluster, over NATS or HTTP, and its clients' measurements."""
 
 from __future__ import annotations
 
@@ -169,9 +169,7 @@ def limits_of(args: argparse.Namespace) -> Limits:
 
 
 def planned(args: argparse.Namespace, model: Model) -> tuple[Iterator[Planned], dict[str, Any]]:
-    """The requests, and what they are, in fields and in words (`notes`). Raises OptionInvalid, ValueError,
-    OSError.
-    """
+    """The requests, and their description in fields and words (`notes`). Raises OptionInvalid, ValueError, OSError."""
     seed = args.seed if args.seed >= 0 else random.SystemRandom().randrange(2**31)
     limits = limits_of(args)
     about: dict[str, Any] = {

@@ -18,7 +18,7 @@ from halfmoon.conductor.simulation.report import Percentiles, spread
 from halfmoon.schemas.numbers import MS_NS
 from halfmoon.schemas.slo import tbt_ns
 
-#: What an objective may be about, and its name in the table.
+#: Figure of an objective → its name in the table.
 MEASURES = {
     "ttft": "Time to First Token",
     "tpot": "Time per Output Token (excl. 1st token)",
@@ -60,7 +60,7 @@ def measures(record: Record) -> dict[str, int]:
 def report(
     records: Sequence[Record], *, slo: dict[str, float], complete: bool, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """The figures of the counted requests; `about` (what was run) comes first."""
+    """The figures of the counted requests; `about`, the description of the run, comes first."""
     finished = [record for record in records if record.outcome == "finished" and record.heard_ns]
     empty = sum(record.outcome == "finished" and not record.heard_ns for record in records)
     every = [measures(record) for record in finished]

@@ -1,8 +1,8 @@
 """The load of `halfmoon bench`: requests with times, prompts and answer lengths, drawn by a seed or from a trace.
 
-A prompt is made of named parts, and a name always gives the same tokens: so prompts are equal exactly as far
-as their parts are. A block of a trace is such a part, so what the trace shares is shared here. Lengths of a
-trace are divided by a scale, blocks too, so that its longest request fits the model's context.
+A prompt is made of named parts, and a name always gives the same tokens: so prompts are equal exactly as far as their
+parts are. A block of a trace is such a part, so blocks shared in the trace are shared here. Lengths of a trace are
+divided by a scale, blocks too, so that its longest request fits the model's context.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class DrawnLoad:
             )
 
     def requests(self) -> Iterator[Planned]:
-        """Cuts to the context what a distribution without an end draws too long."""
+        """Requests within the context: a length that a distribution without an end draws too long is cut."""
         rng = np.random.default_rng(self.seed)
         at_s = 0.0
         for number in itertools.count():

@@ -48,7 +48,8 @@ async def api_client(args: argparse.Namespace, tenant: str = "") -> AsyncIterato
     config = bus_config(args)
 
     async def quiet(_: Exception) -> None:
-        return  # what matters comes back as an exception
+        # An error comes back as an exception.
+        return
 
     options: dict[str, Any] = {
         "servers": [url.strip() for url in config.url.split(",")],

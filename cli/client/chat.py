@@ -1,6 +1,6 @@
 """`halfmoon chat`: a conversation on the terminal, streaming.
 
-Each turn sends the whole conversation; what it shares with the turn before is found in the KVCache.
+Each turn sends the whole conversation; the part that it shares with the turn before is found in the KVCache.
 """
 
 from __future__ import annotations

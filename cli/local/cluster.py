@@ -73,7 +73,7 @@ class LocalCluster:
         self.ready = False
         self.started_at = time.monotonic()
 
-    # --- what the user sees ---------------------------------------------------------------------------------
+    # --- for the user ---------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
         say(f"[{time.monotonic() - self.started_at:5.1f}s] {text}")

@@ -1,13 +1,13 @@
 """`python -m halfmoon.cli.local.fork_server`: loads torch and a model, and is forked for each worker that is wanted.
 
-A worker that is forked has what takes seconds to load, and shares its memory with all the others
+A worker that is forked has the modules and the model already, and shares their memory with all the others
 (`workers/model/preloaded.py`). `halfmoon up` asks for one by a message on a socket, with the descriptor that the worker
 is to write to. The worker itself answers, with its process id, once it is a child of `halfmoon up`: so there is none
 that nobody knows of.
 
 Rules: this process has one thread, since a fork takes no other along; it holds no connection and no lock, and draws no
 number that two workers must not have alike. It is started with the environment, the limits and the umask of
-`halfmoon up`, so what workers read of these when they are imported is what they would read by themselves.
+`halfmoon up`, so modules read the same values of these when they are imported as in a worker of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from halfmoon.cli.local.shown_command import show_command
 
 #: Of one message: a worker's words and its environment.
 REQUEST_BYTES_MAX = 1 << 17
-#: What workers import, besides what these import.
+#: Modules that workers import, beside those that these import.
 MODULES = (
     "halfmoon.cli.main",
     "halfmoon.cli.processes.worker",
@@ -80,7 +80,8 @@ def serve(channel: socket.socket, supervisor: int) -> list[str] | None:
         try:
             between = os.fork()
             worker = between == 0 and os.fork() == 0
-        except OSError as problem:  # there is no process to be had now
+        except OSError as problem:
+            # The machine gives no process now.
             _answer(channel, {"error": str(problem)})
             worker = False
         if between:
@@ -96,7 +97,7 @@ def serve(channel: socket.socket, supervisor: int) -> list[str] | None:
 
 
 def _become(channel: socket.socket, supervisor: int, request: dict[str, Any], output: int) -> None:
-    """In the new process: what an exec would have made anew."""
+    """In the new process: make anew the state that an exec would have made anew."""
     os.setsid()
     deadline = time.monotonic() + ADOPTED_S_MAX
     while os.getppid() != supervisor:

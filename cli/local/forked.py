@@ -1,7 +1,7 @@
 """Workers of `halfmoon up` that are forked from one process which has loaded the model (`fork_server.py`).
 
-Where that process cannot be had, or has died, workers are started as any other process: slower, with weights of their
-own.
+Where that process cannot be started, or has died, workers are started as any other process: slower, with weights of
+their own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ForkServerLost(OSError):
 
 
 class ForkedProcess:
-    """A child of this process that somebody else started; as far as is needed what asyncio's own processes are."""
+    """A child of this process that another process started, with the needed part of asyncio's own interface."""
 
     def __init__(self, pid: int, stdout: asyncio.StreamReader) -> None:
         """Raises OSError where it has no descriptor."""
@@ -93,7 +93,7 @@ class ForkServer:
     def start(cls, flags: Sequence[str], log: Path) -> ForkServer:
         """`flags`: options of `fork_server`. Raises OSError where this kernel or machine cannot."""
         os.close(os.pidfd_open(os.getpid()))
-        # What it forks and leaves becomes a child of this process.
+        # An orphan of its forks becomes a child of this process.
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, _PR_SET):
             raise OSError("this process cannot adopt others")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -122,7 +122,7 @@ class ForkServer:
     async def fork(self, command: list[str], environment: dict[str, str]) -> ForkedProcess:
         """One that runs this command of `halfmoon`, with `environment` beside this process's own.
 
-        Raises ForkServerLost, and OSError where there is no process, memory or descriptor to be had now.
+        Raises ForkServerLost, and OSError where the machine gives no process, memory or descriptor now.
         """
         request = json.dumps({"command": command, "environment": environment}).encode()
         async with self._turn:

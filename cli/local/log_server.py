@@ -133,7 +133,7 @@ class LogServer:
         return free_bytes
 
     async def _unstored_s(self, bus: Bus) -> float:
-        """How long nothing was stored: no event, or not what conductors want stored."""
+        """Time for which nothing was stored: no event, or no message of conductors that wait for it."""
         with contextlib.suppress(BusError):
             if (last_seq := await bus.last_seq()) != self._moved[0] or not self.expects_events:
                 self._moved = last_seq, time.monotonic()

@@ -10,7 +10,7 @@ from halfmoon.cli.options import OptionInvalid
 
 
 def wanted_port(option: str, port: int, host: str) -> int:
-    """The port, 0 when none was named. Raises OptionInvalid when it cannot be had."""
+    """The port, 0 when none was named. Raises OptionInvalid when it is not free."""
     if port:
         try:
             with socket.create_server((host, port)):

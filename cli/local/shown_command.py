@@ -13,7 +13,8 @@ def show_command(words: list[str]) -> None:
     """Writes them over those that this process was started with, as far as there is room."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[_WORDS_BEGIN]), int(fields[_WORDS_END])
-    if not begin < end:  # a kernel that does not tell
+    # A kernel that does not report the two.
+    if not begin < end:
         return
     shown = b"".join(word.encode(errors="surrogateescape") + b"\0" for word in words)[: end - begin - 1]
     ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)

@@ -24,7 +24,7 @@ from halfmoon.schemas.roles import WORKER_ROLES, ProcessRole
 
 PAUSE_S_MIN = 0.2
 PAUSE_S_MAX = 2.0
-#: Between two attempts where no process can be had: each costs next to nothing.
+#: Pause between two attempts where the machine gives no process: each costs next to nothing.
 LAUNCH_PAUSE_S = 0.5
 STEADY_S = 30.0
 
@@ -101,7 +101,7 @@ class Supervisor:
         )
 
     async def _launch_again(self, child: Child) -> bool:
-        """Tried until there are file descriptors, memory and a process to be had. False: it is to stop meanwhile."""
+        """Try until the machine gives descriptors, memory and a process. False: the supervisor stops meanwhile."""
         said = ""
         while child.name not in self._stopping:
             try:

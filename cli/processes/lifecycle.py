@@ -26,14 +26,14 @@ JOINED_S = 5.0
 
 
 def raise_open_files_limit() -> None:
-    """To what the system allows this process: each connection is a file, and 1,024 are soon gone."""
+    """Raise the limit to the system's own: each connection is a file, and 1,024 are soon gone."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def say_takes_orders(bus: Bus, who: str) -> None:
-    """Once the log has that it joined: what it subscribed to was sent before that, so the server has it too. A server
-    that takes nothing in delays this by a few seconds, and no more.
+    """Report it once the log has that it joined: its subscriptions were sent before that, so the server has them too. A
+    server that takes nothing in delays this by a few seconds, and no more.
     """
     await bus.flush(JOINED_S)
     say(f"{who} takes orders")
@@ -50,7 +50,7 @@ async def connect(args: argparse.Namespace, name: str) -> Bus:
 
 
 def _settle_memory() -> None:
-    """Tells the collector that all that was loaded stays, and to run less often than for every 700 small objects."""
+    """Has the collector keep every loaded object, and run less often than for every 700 small objects."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -97,8 +97,8 @@ async def until_stopped(
     stop: asyncio.Event | None = None,
     over: asyncio.Future[Any] | None = None,
 ) -> None:
-    """Returns at SIGTERM or SIGINT (`stop`, where the process had one before), and when `over` is done; raises what
-    one of `others` raised.
+    """Returns at SIGTERM or SIGINT (`stop`, where the process had one before), and when `over` is done; raises the
+    error of one of `others`.
     """
     _settle_memory()
     waiting: set[asyncio.Task[Any]] = {asyncio.create_task((stop or stop_signal()).wait())}

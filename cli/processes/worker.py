@@ -36,7 +36,7 @@ from halfmoon.workers.options import WorkerOptions, WorkerProcessOptions
 if TYPE_CHECKING:
     from halfmoon.workers.worker import Worker, WorkerConfig
 
-#: Through them goes what of a prompt is no whole block, on its way to attention workers.
+#: The end of a prompt that is no whole block goes through them, on its way to attention workers.
 TAIL_BLOCKS = 8
 
 OPTIONS = (WorkerProcessOptions, ModelOptions, ProcessOptions)
@@ -173,7 +173,7 @@ def class_of(role: WorkerRole) -> type[Worker]:
 def _engine(
     args: argparse.Namespace, layout: Layout, who: str, *, kv_blocks: int, kv_heads: int, elsewhere: bool
 ) -> tuple[Any, CostProfile]:
-    """An engine (of an attention worker: a cache of `kv_heads` and the operator), and what work costs on it."""
+    """An engine (of an attention worker: a cache of `kv_heads` and the operator), and its cost profile."""
     if kv_heads:
         operator = models.build_attention(args, layout, kv_blocks=kv_blocks, kv_heads=kv_heads)
         return operator, models.measure_attention(operator)

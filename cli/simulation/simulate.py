@@ -162,7 +162,7 @@ def simulated(
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Any] | None = None,
 ) -> SimulationReport:
-    """One simulation as the options say. Raises OptionInvalid for what makes no sense."""
+    """One simulation by the options. Raises OptionInvalid for options that make no sense."""
     for option in ("prefill", "decode", "ttft_ms", "tbt_ms"):
         if getattr(args, option) < 1:
             raise OptionInvalid(f"--{option.replace('_', '-')} {getattr(args, option)}: must be positive")
@@ -197,14 +197,14 @@ def _others(args: argparse.Namespace) -> Any:
 
 @contextlib.contextmanager
 def bar(total: int, *, quiet: bool, what: str = "requests") -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error, where a person looks; tells how many were done."""
+    """A progress bar on standard error, where a person looks; its function takes the number that is done."""
     with tqdm(total=total, unit=f" {what}", disable=quiet or not sys.stderr.isatty(), leave=False) as shown:
         yield lambda done: shown.update(done - shown.n) and None
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C reaches the simulation as KeyboardInterrupt, which then reports what it has."""
+    """Ctrl-C reaches the simulation as KeyboardInterrupt, which then reports its results so far."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

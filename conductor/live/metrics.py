@@ -1,7 +1,7 @@
 """A conductor's metrics: its place in the log, the cluster as it knows it, and how full the streams are.
 
 All conductors know the same of the cluster, so a query takes the maximum of them, not the sum. Counts of requests are
-since the log began. The streams are asked about at each scrape; what NATS does not answer is not shown.
+since the log began. The streams are asked about at each scrape; without an answer of NATS their figures are absent.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The live shell: the log in, decisions out, timers, status. All thought is in the core.
 
-What it guarantees, and why:
+Its guarantees, and their reasons:
 
 - A decision leaves only after the event that caused it is stored: events are read from the stream.
 - Decisions leave in order, and are stored in that order: so when the stream holds decision (seq, position),
   it holds all before it, whichever conductor published them. A conductor that starts therefore steps over the
-  log in silence up to the newest stored decision and publishes what follows. Others that run at the same time
+  log in silence up to the newest stored decision and publishes later ones. Others that run at the same time
   publish the same under the same identities, and the stream drops the second copy.
 - A timer is appended under a name made of its key and time, so that all conductors' timers are one event. It
   fires only when the log that was there at the start has been read: an old timer may have fired long ago,
@@ -193,7 +193,8 @@ class Shell:
                 try:
                     self._bus.order_soon(ordered, target_id=target(decision))
                     return
-                except BusOverloaded:  # the bus is away: read no further until it has taken what waits
+                # The bus is away: read no further until it has taken the waiting decisions.
+                except BusOverloaded:
                     await self._bus.flush(OVERLOAD_WAIT_S)
 
     def _catch_up(self) -> None:

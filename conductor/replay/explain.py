@@ -1,6 +1,4 @@
-"""`halfmoon replay --explain`: every candidate of every placement of a request, and beside it what then
-happened.
-"""
+"""`halfmoon replay --explain`: every candidate of every placement of a request, and its later history beside it."""
 
 from __future__ import annotations
 
@@ -179,7 +177,7 @@ def _cache_of(verdict: Placement | Refusal | None) -> list[KvPart]:
 
 
 def prefill_rows(why: Explanation, chosen: str, attempt: PlacementAttempt | None) -> list[tuple[str, ...]]:
-    """A heading, a row for each candidate, and below the `chosen` one what happened."""
+    """A heading, a row for each candidate, and below the `chosen` one its measured times."""
     reasons = prefill_reasons(why, chosen)
     rows: list[tuple[str, ...]] = [PREFILL_HEADS]
     for c in why.prefill:
@@ -290,7 +288,7 @@ def decode_rows(why: Explanation, chosen: str, attempt: PlacementAttempt | None)
 
 
 def moved(move: MoveHistory) -> list[str]:
-    """Why a part went where it went, and what then happened, in words."""
+    """The grounds of a move, and its later history, in words."""
     why = move.grounds
     room = f"{why.waiting} waiting for room" if not why.proactive else "one more that may come"
     lines = [
@@ -364,7 +362,7 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def decided_rows(history: RequestHistory) -> list[dict[str, Any]]:
-    """Each decision on a request in words: rows are (class, cells), the chosen one `won`, what then came `then`."""
+    """Each decision on a request in words: rows are (class, cells), the chosen one `won`, its later history `then`."""
     orders = {attempt.seq: attempt for attempt in history.attempts}
     rows = [_why(why, orders.get(why.seq)) for why in history.why]
     if rows:

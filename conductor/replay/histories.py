@@ -59,7 +59,7 @@ class Mark(msgspec.Struct):
 
 
 class PlacementAttempt(msgspec.Struct, kw_only=True):
-    """One placement of a request, and what became of it. Times of 0 did not come."""
+    """One placement of a request, and its later history. Times of 0 did not come."""
 
     order: StartPrefill
     seq: int

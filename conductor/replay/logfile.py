@@ -74,7 +74,7 @@ class EventLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag
 
 
 class InvalidLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="invalid"):
-    """A message that was no event: conductors passed over it. What it held is not kept."""
+    """A message that was no event: conductors passed over it. Its content is not kept."""
 
     seq: Place
     at_ns: Time
@@ -116,7 +116,7 @@ _decoder: msgspec.json.Decoder[Header | Line | End] = msgspec.json.Decoder(Heade
 
 
 def lines_of_step(stamped: Stamped, decisions: Iterable[Decision]) -> list[Line]:
-    """An event and what was decided on it, as if stored at once: timers are kept by conductors alone."""
+    """An event and its decisions, as if stored at once: timers are kept by conductors alone."""
     lines: list[Line] = [EventLine(seq=stamped.seq, at_ns=stamped.at_ns, event=stamped.event)]
     for position, decision in enumerate(decisions):
         if not isinstance(decision, SetTimer):

@@ -17,7 +17,7 @@ from halfmoon.conductor.replay import explain
 from halfmoon.conductor.replay.histories import RequestHistory
 from halfmoon.conductor.replay.timeline import Bar, Timeline
 
-#: Process of what belongs to no worker; workers follow.
+#: Process number for lanes of no worker; workers follow.
 CLUSTER_PID = 1
 _PREFILL_PARTS = ("queue", "prefill", "delivery")
 _DECODE_PARTS = ("wait for KV", "decode")

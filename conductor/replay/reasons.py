@@ -1,4 +1,4 @@
-"""Why a candidate won, and what each other one lacked: the measures of the policy, in words."""
+"""The reasons why a candidate won and each other one lost: the measures of the policy, in words."""
 
 from __future__ import annotations
 

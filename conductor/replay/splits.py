@@ -1,7 +1,7 @@
 """`halfmoon size --from-log`: the recorded arrivals served by every split of as many workers, and by the fewest.
 
 The simulated cluster is that of a what-if (`whatif.recorded`): its nodes' sizes, and costs as learned by the end of the
-log. Only how many workers have which role differs; roles stay, whatever they did in the record.
+log. Only the number of workers of each role differs; a worker keeps its role, also where it changed in the record.
 """
 
 from __future__ import annotations

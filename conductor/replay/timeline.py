@@ -1,7 +1,8 @@
 """Timeline of a run: lanes, bars, marks and curves, made in one replay; `page` and `perfetto` draw it.
 
-Times are ns since the first event. A worker tells how long an order waited and computed, the log when its prefill was
-delivered: so the wait starts with the order, computing follows it, and the rest is the delivery of the last layers.
+Times are ns since the first event. A worker reports the times of an order's waiting and computing, the log has the time
+of its delivery: so the wait starts with the order, computing follows it, and the rest is the delivery of the last
+layers.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Bar(msgspec.Struct):
     lane: str
     row: int
     parts: list[int]
-    #: What was loaded from other nodes, or from disk: from, to.
+    #: Loading from other nodes, or from disk: from, to.
     transfer: tuple[int, int] | None = None
     #: Ends of chunks; when KV of a layer became readable.
     chunks: list[int] = []
@@ -262,7 +263,7 @@ def _bars(histories: list[RequestHistory], start_ns: int, end_ns: int) -> tuple[
 
 
 def prefill_bar(number: int, attempt: PlacementAttempt, start_ns: int, log_end_ns: int) -> Bar:
-    """The prefill half of an order, from `start_ns` on; what has not ended goes on to `log_end_ns`."""
+    """The prefill half of an order, from `start_ns` on; a half that has not ended goes on to `log_end_ns`."""
     begin = attempt.at_ns - start_ns
     bar = Bar(number, attempt.order.order_id, attempt.order.worker_id, 0, [begin], lost=attempt.lost)
     then = attempt.prefilled

@@ -55,7 +55,7 @@ class Verification(msgspec.Struct, kw_only=True):
     unpublished: int
     #: Computed, and older than the oldest decision that had not expired when the log was saved.
     expired: int
-    #: Events before what begins the log, when its head is gone: not replayed.
+    #: Events before the one that begins the log, when its head is gone: not replayed.
     passed_over: int
     #: Digests that conductors of this very code published, and that were found again; those that differ.
     states: int
@@ -72,8 +72,7 @@ class Verification(msgspec.Struct, kw_only=True):
 
 
 class Replay:
-    """Iterating steps a core over a log: each line with what the core decides on it (nothing but for an
-    event).
+    """Iterating steps a core over a log: each line with the core's decisions on it (none but for an event).
 
     Raises LogFileInvalid: see `LogFile`, a gap, a beginning that is missing, messages of another version.
     `checked` runs the invariants after every step; `until` is the last event; `explain_requests`: see `Core`.
@@ -92,7 +91,7 @@ class Replay:
         self._log = log
         self._checked = checked
         self._until = until
-        #: Events at the head of the file that stand before what begins the log.
+        #: Events at the head of the file, before the one that begins the log.
         self.passed_over = 0
         self._from_snapshot = False
         #: How the decisions seen so far compare with the recorded ones.
@@ -109,7 +108,7 @@ class Replay:
             yield self._in_log_time(line), decisions
 
     def _in_log_time(self, line: Line) -> Line:
-        """The line at its time by the log's own clock: what a server's clock was set by lasts no time at all."""
+        """The line at its time by the log's own clock: a step of the server's clock lasts no time at all."""
         state = self.core.state
         if not state.clock_lead_ns or isinstance(line, SnapshotLine):
             return line
@@ -127,7 +126,7 @@ class Replay:
             ) from None
 
     def _lines(self) -> Iterator[Line]:
-        """The lines from what begins the log on, without a gap."""
+        """The lines from the log's first event on, without a gap."""
         header, path = self._log.header, self._log.path
         if header.log_version not in (0, *LOG_VERSIONS_READ):
             raise LogFileInvalid(
@@ -187,7 +186,7 @@ class Compared:
         #: Recorded, and equal to what was computed.
         self.equal = 0
         self._digest = hashlib.blake2b(digest_size=16)
-        #: Computed and not met yet, with a hash; what was met, for the case that it comes again.
+        #: Computed decisions that were not met yet, with a hash; those met, for the case that they come again.
         self._open: dict[Identity, tuple[Decision, int]] = {}
         self._met: dict[Identity, int] = {}
         self._newest: Identity = (0, -1)

@@ -36,7 +36,7 @@ from halfmoon.schemas.events import StoreJoined, WorkerJoined
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import ROLES, Duty, WorkerRole
 
-#: From the pool into a worker's cache; no event tells, and it is never the bottleneck on a machine with
+#: Bandwidth from the pool into a worker's cache; no event has it, and it is never the bottleneck on a machine with
 #: shared memory.
 LOAD_BYTES_S = 10_000_000_000
 #: Simulated clusters have prefill and decode workers alone.
@@ -60,7 +60,7 @@ class Recorded(msgspec.Struct, kw_only=True):
     profile: Profile
     outcomes: dict[str, Outcome]
     duration_ns: int
-    #: What the simulation cannot repeat, in words.
+    #: Facts of the record that the simulation cannot repeat, in words.
     caveats: list[str]
 
 
@@ -221,7 +221,7 @@ def _profile(
     core: Core,
     policy: Policy,
 ) -> Profile:
-    """The mean of what was learned of each role's workers; links as the median of those measured."""
+    """The mean of the learned costs of each role's workers; links as the median of those measured."""
     layout = workers[0].layout
     prefills = [costs[worker.worker_id] for worker in _with_duty(workers, "prompts")]
     decodes = [costs[worker.worker_id] for worker in _with_duty(workers, "batch")]
@@ -303,7 +303,7 @@ def losses(found: Comparison, percent: float, at: Figure) -> list[str]:
     """Where the other policy loses more than `percent` to the recorded one, both as simulated, in words.
 
     Times are compared at one figure. The share of requests that held both objectives counts too: a policy that refuses
-    what takes long has the best times.
+    long requests has the best times.
     """
     was, other, told = found.simulated, found.what_if, []
     for name, of in (("first token", "ttft_ms"), ("between tokens", "tbt_ms")):

@@ -1,8 +1,8 @@
 """Continuous batching, many steps at a time.
 
 Between two changes of the batch every step takes a little longer than the one before (each sequence has one
-token more), so a run of steps is one sum: `k·first + growth·k(k-1)/2`. A run ends where a sequence ends or
-somebody joins, at the end of a step. What a sequence saw of each run is kept, for its time between tokens.
+token more), so a run of steps is one sum: `k·first + growth·k(k-1)/2`. A run ends where a sequence ends or one joins,
+at the end of a step. A sequence keeps its share of each run, for its time between tokens.
 """
 
 from __future__ import annotations

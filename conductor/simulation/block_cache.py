@@ -31,7 +31,7 @@ class BlockCache:
         return sum(key in self._held for key in keys)
 
     def resize(self, slots: int) -> None:
-        """Another size; what no longer fits goes."""
+        """Set another size; blocks that no longer fit are evicted."""
         self.slots = slots
         while len(self) > slots and self._idle:
             self._idle.popitem(last=False)
@@ -69,7 +69,7 @@ class BlockCache:
                 self._idle[key] = None
 
     def commit(self, keys: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Make blocks readable, held once for the caller; what finds no room is left out. (Added, evicted)."""
+        """Make blocks readable, held once for the caller; blocks without room are left out. (Added, evicted)."""
         added: list[bytes] = []
         evicted: list[bytes] = []
         for key in keys:

@@ -17,7 +17,7 @@ SPEED_MIN, SPEED_MAX = 1 / 64, 256.0
 #: The first step in the search for a speed that holds and one that does not; each next one is its square.
 WIDEN = 1.1
 
-#: What became of each request at a speed.
+#: The outcome of each request at a speed.
 RunAt = Callable[[float], Mapping[str, Outcome]]
 
 
@@ -26,9 +26,7 @@ class CapacityUnknown(ValueError):
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """The highest speed that holds, with what it holds; `first_failing` is the lowest speed seen that does
-    not.
-    """
+    """The highest speed that holds, and its share; `first_failing` is the lowest speed seen that does not hold."""
 
     speed: float
     held: float
@@ -53,7 +51,7 @@ class Runs:
         return sum(ttft <= slo.ttft_ns and tbt <= slo.tbt_ns for ttft, tbt in times) / max(1, count)
 
     def capacity(self, slo: Objectives, *, start: float = 1.0, precision: float = PRECISION) -> Capacity:
-        """The highest speed that holds: growing steps from `start` (or what was seen before), then bisection.
+        """The highest speed that holds: growing steps from `start` (or a speed tried before), then bisection.
 
         The share that holds is taken to fall with speed. It does, but for single requests. Raises CapacityUnknown.
         """
@@ -81,7 +79,7 @@ class Runs:
 
 
 def smallest(held: Callable[[int, int], float], workers_max: int) -> tuple[int, int, float]:
-    """The fewest (prefill, decode) workers for which `held` is HELD_MIN, and what it is.
+    """The fewest (prefill, decode) workers for which `held` is at least HELD_MIN, and its value there.
 
     First the fewest of each pool beside the most of the other, by bisection; these may not do together, since
     both take from the same allowance of failures: then the totals above them are tried in turn, most prefill

@@ -16,7 +16,7 @@ from halfmoon.schemas.events import Event
 
 
 class Surroundings(Protocol):
-    """The world as its workers see it: they tell it and ask it."""
+    """The world as its workers see it."""
 
     def say(self, event: Event) -> None:
         """Appends an event to the log."""

@@ -1,4 +1,4 @@
-"""A simulated node: a pool of blocks that announces what it gains and loses, as a store agent does."""
+"""A simulated node: a pool that announces the blocks that it gains and loses, as a store agent does."""
 
 from __future__ import annotations
 

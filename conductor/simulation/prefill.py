@@ -61,7 +61,7 @@ class SimulatedJob:
         #: The first layer, and all layers, of the fetch are here.
         self.layer_there = self.loaded = True
         self.started_ns = self.compute_ns = self.fetch_ns = self.push_missing = 0
-        #: Of the time, what this worker computed itself; -1: all.
+        #: Part of the time in which this worker computed itself; -1: all.
         self.busy_ns = -1
 
 

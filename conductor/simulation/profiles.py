@@ -1,7 +1,6 @@
-"""Hardware profiles: what a worker, its memory and its links can do, each number with where it comes from.
+"""Hardware profiles: the speeds of a worker, its memory and its links, each number with its source.
 
-No number here was fitted to a result of the simulation. `halfmoon profile` measures the coefficients of a
-machine;
+No number here was fitted to a result of the simulation. `halfmoon profile` measures the coefficients of a machine;
 `load_profile` reads a file of them.
 """
 

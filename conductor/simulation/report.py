@@ -54,7 +54,7 @@ class SimulationReport(msgspec.Struct, kw_only=True):
     decode: int
     speed: float
     seed: int
-    #: False: interrupted, the figures are of what had happened.
+    #: False: interrupted, the figures are of the part until then.
     complete: bool = True
     requests: int = 0
     completed: int = 0
@@ -79,8 +79,7 @@ class SimulationReport(msgspec.Struct, kw_only=True):
     bytes_fetched: int = 0
     bytes_pushed: int = 0
     failed_fetches: int = 0
-    #: Predicted over what came, of placed requests: share that it was off by, p50 and p90; and the signed
-    #: mean.
+    #: Error of predictions of placed requests, as a share of the measured value: p50 and p90; and the signed mean.
     ttft_error: dict[str, float] = {}
     tbt_error: dict[str, float] = {}
     slo: Objectives = Objectives()
@@ -110,7 +109,7 @@ def spread(values: Sequence[int]) -> Percentiles:
 
 
 def error(pairs: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """How far predictions were off, as a share of what came, from pairs (predicted, came)."""
+    """The error of predictions, as a share of the measured value, from pairs (predicted, measured)."""
     off = sorted(abs(predicted - came) / came for predicted, came in pairs if came > 0)
     if not off:
         return {}
@@ -127,7 +126,7 @@ def error(pairs: Sequence[tuple[int, int]]) -> dict[str, float]:
 
 
 def summarise(report: SimulationReport, outcomes: Mapping[str, Outcome], end_ns: int) -> SimulationReport:
-    """`report` with all that requests tell filled in."""
+    """`report` with the figures of requests filled in."""
     every = list(outcomes.values())
     finished = [outcome for outcome in every if outcome.end == "finished"]
     rejected: dict[str, int] = {}

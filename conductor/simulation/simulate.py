@@ -27,7 +27,7 @@ SAMPLE_NS_MIN = 100_000_000
 def _memory_settled() -> Iterator[None]:
     """Else every collection would look at every block in every pool, and there may be millions."""
     gc.collect()
-    # What the caller has frozen stays so: there is no way back for a part of it.
+    # Objects that the caller has frozen stay so: there is no way back for a part of them.
     if gc.get_freeze_count():
         yield
         return
@@ -47,8 +47,8 @@ def simulate(
     *,
     outcomes: dict[str, Outcome] | None = None,
 ) -> SimulationReport:
-    """Disaggregated serving of `arrivals` (by time) under the core. `outcomes` is filled with what became of each
-    request. Raises ConfigurationImpossible.
+    """Disaggregated serving of `arrivals` (by time) under the core. `outcomes` gets the outcome of each request. Raises
+    ConfigurationImpossible.
     """
     began = time.perf_counter()
     slo = run.slo or Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns)

@@ -63,7 +63,7 @@ from halfmoon.schemas.types import KEY_BYTES
 
 #: Of every process, where costs are the profile's and predictions are not corrected.
 HEARTBEAT_NS = 10 * SECOND_NS
-#: From the end of what a worker had in one role to its first order in the other; live it was 0.2 s.
+#: Time from a worker's last order in one role to its first in the other; live it was 0.2 s.
 CHANGE_NS = SECOND_NS // 5
 #: How often one that changes looks whether it is done.
 LOOK_NS = SECOND_NS // 50
@@ -94,7 +94,7 @@ class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class World:
-    """Call `run`; then `outcomes`, `samples` and the counters of `context` hold what happened."""
+    """Call `run`; then `outcomes`, `samples` and the counters of `context` have the results."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class World:
                 f"prefill_group: profile {profile.name} does not say activation_bytes"
             )
         link_bytes_s = cluster.link_bytes_s or profile.link_bytes_s
-        # What steps take comes with heartbeats: where that is to be learned they are as frequent as live.
+        # The times of steps come with heartbeats: where these are to be learned they are as frequent as live.
         self.heartbeat_ns = (
             policy.heartbeat_ns if policy.correction_window or run.cost_times else HEARTBEAT_NS
         )
@@ -154,7 +154,7 @@ class World:
         self.decode_workers: dict[str, SimulatedDecode] = {}
         #: Time computed by workers that have another role by now.
         self.prefill_ns = self.decode_ns = 0
-        #: Workers that finish what they have before they change, and how many have changed.
+        #: Workers that finish their orders before they change, and the number that have changed.
         self._changing: dict[str, WorkerRole] = {}
         self.role_changes = 0
         self._build(cluster)
@@ -271,7 +271,7 @@ class World:
     # --- the log --------------------------------------------------------------------------------------------
 
     def say(self, event: Event) -> None:
-        """Append `event` to the log at this time, after what runs now is done."""
+        """Append `event` to the log at this time, after the calls that run now are done."""
         self.clock.at(self.clock.now_ns, self._append, event)
 
     def _append(self, event: Event) -> None:
@@ -318,7 +318,8 @@ class World:
             case ReleaseOrder():
                 pass  # the worker let go of it
             case ReplicateBlocks():
-                pass  # a simulated pool has copies of what was fetched, and no others
+                # A simulated pool has copies of fetched blocks, and no others.
+                pass
             case ChangeRole():
                 self._change(decision.worker_id, decision.role)
             case StartStage():
@@ -404,7 +405,7 @@ class World:
         sample_ns: int,
         progress: Callable[[int], None] | None = None,
     ) -> bool:
-        """Run until every request has ended; False when interrupted before (what happened so far is kept)."""
+        """Run until every request has ended; False when interrupted before (the results so far are kept)."""
         if not arrivals:
             return True
         self.clock.at(arrivals[0].at_ns, self._arrive, arrivals, 0)

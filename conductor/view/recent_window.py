@@ -1,8 +1,8 @@
 """A window of the last two minutes, second by second, for the cluster's page.
 
-Kept always, so that the page shows what led to the moment it is opened. The core's counters are noted at the start of
-each second, and only what the core does not count is added up here: times of requests that finished, bytes that moved,
-requests that were refused, what happened to processes. Bounded whatever the load: a sample of the times, the last few
+Kept always, so that the page shows the minutes before it is opened. The core's counters are noted at the start of each
+second, and only figures that the core does not count are added up here: times of requests that finished, bytes that
+moved, requests that were refused, events of processes. Bounded whatever the load: a sample of the times, the last few
 of the rest.
 """
 
@@ -42,7 +42,7 @@ from halfmoon.schemas.status import RequestCounts
 from halfmoon.schemas.view import LinkUse, Refused, Series, Spread, Told
 
 SECONDS = 120
-#: What "recent" is, and over which time a link's speed is a mean.
+#: Length of the window, and the time over which a link's speed is a mean.
 WINDOW_S = 60
 LINK_S = 10
 #: Times of finished requests that are kept of one second.
@@ -94,7 +94,7 @@ class RecentWindow:
         self.happened: deque[Told] = deque(maxlen=HAPPENED_KEPT)
 
     def before(self, stamped: Stamped) -> None:
-        """Note what the step will forget: the SLO of a request that finishes."""
+        """Note the SLO of a request that finishes, which the step will forget."""
         at_s = stamped.at_ns // SECOND_NS
         if at_s > self._now.at_s:
             self._now = _Second(at_s, request_counts(self._core.state))
@@ -163,7 +163,7 @@ class RecentWindow:
         return _difference(now, seconds[0].begun) if seconds else RequestCounts()
 
     def spreads(self) -> tuple[Spread, Spread]:
-        """TTFT and TBT of what finished in the last `WINDOW_S`."""
+        """TTFT and TBT of requests that finished in the last `WINDOW_S`."""
         seconds = self._last(WINDOW_S)
         finished = sum(second.finished for second in seconds)
         return (

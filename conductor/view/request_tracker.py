@@ -54,7 +54,7 @@ class RequestTracker:
         self._decoding: dict[str, bool] = {}
 
     def before(self, stamped: Stamped) -> None:
-        """Decide whether this request will be followed: then the core notes the grounds of what it decides."""
+        """Decide whether this request will be followed: then the core notes the grounds of its decisions."""
         event = stamped.event
         self._next_id = ""
         if not isinstance(event, RequestArrived):  # a placement now is one that was lost
@@ -121,7 +121,7 @@ class RequestTracker:
 
 
 def stage_of(order: Order, state: State, decoding: dict[str, bool]) -> Stage:
-    """The stage as the conductor believes it to be: workers tell of a stage when it is over."""
+    """The stage as the conductor believes it to be: workers report a stage when it is over."""
     now_ns = state.at_ns
     if order.phase == "decode":
         begun = order.order_id in decoding or now_ns - order.prefill.end_ns > HANDOVER_NS_MAX

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 LEASE_S = 5.0
 NODES_MAX = 200
 LINKS_MAX = 60
-#: Events that are held, that one answer tells, and that a kind of them may take while others want room.
+#: Most events that are held, that are in one answer, and that one kind may have while others want room.
 HELD_MAX = 400
 TOLD_MAX = 40
 KIND_MAX = 4
@@ -187,7 +187,7 @@ class ViewService:
 
 
 def _load(worker: WorkerRecord, state: State) -> WorkerLoad:
-    """The predicted first token, or time between tokens, of what the worker has, against the cluster's SLO."""
+    """The predicted first token, or time between tokens, at the worker's present load, against the cluster's SLO."""
     predicted_ns, slo_ns = 0, state.policy.tbt_slo_ns
     if worker.prompts is not None:
         predicted_ns, slo_ns = queue_ns(worker, state.at_ns), state.policy.ttft_slo_ns

@@ -32,7 +32,7 @@ from halfmoon.store.errors import StoreError
 REST_S = 1.0
 #: Most bytes of one exchange with the store.
 BATCH_BYTES = 64 << 20
-#: What an exchange with the store may fail with.
+#: Errors that an exchange with the store may raise.
 FAILURES = (StoreError, BusError, NatsError, TimeoutError)
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     nats_credentials: str = ""
     nats_ca: str = ""
     tenant: str = ""
-    #: Other nodes that are asked for what this one lacks.
+    #: Other nodes that are asked for blocks that this one lacks.
     peers: tuple[Id, ...] = ()
     #: Blocks of other weights are never read: change it whenever the weights change.
     weight_version: str = ""

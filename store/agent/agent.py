@@ -1,7 +1,7 @@
 """The store agent: one a node. It owns the node's pool and its memory, moves blocks, and answers leases.
 
-This module only puts the parts together. `context` is what they share: the pool behind its lock (`guard`), the other
-agents (`peers`), the transports, the tier behind the pool, the tasks of each order, and the `announcer` that tells the
+This module only puts the parts together. They share a `context`: the pool behind its lock (`guard`), the other agents
+(`peers`), the transports, the tier behind the pool, the tasks of each order, and the `announcer`, which appends to the
 log. The event loop does control; threads copy and hash.
 """
 
@@ -66,7 +66,7 @@ class StoreAgent:
             raise
 
     async def stop(self, *, reason: str = "stopped") -> None:
-        """Leaves: ends what runs, tells the log, unlinks the segment. Idempotent."""
+        """Leaves: ends running work, announces the end, unlinks the segment. Idempotent."""
         context = self.context
         if context.segment is None:
             return

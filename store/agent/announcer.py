@@ -1,10 +1,8 @@
-"""Tells the log what the pool holds: joined, inventory, stored, evicted, heartbeat; in the order in which it
-happened.
+"""Announces the pool's blocks in the log: joined, inventory, stored, evicted, heartbeat; in their order of time.
 
-Changes wait up to a millisecond for company. Stored and evicted never overtake each other, and an inventory
-is taken and queued in one step of the event loop, so that what follows it in the log is what happened after
-it. When the log cannot take more (`BusOverloaded`), waiting changes are dropped and a new inventory replaces
-them once there is room.
+Changes wait up to a millisecond for company. Stored and evicted never overtake each other, and an inventory is taken
+and queued in one step of the event loop, so that changes behind it in the log are later than it. When the log cannot
+take more (`BusOverloaded`), waiting changes are dropped and a new inventory replaces them once there is room.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class Inventory(Protocol):
 
 
 class Announcer:
-    """Tells the log what the pool holds, in the order in which it happened."""
+    """Announces the pool's blocks in the log, in their order of time."""
 
     def __init__(self, bus: Bus, *, node_id: str, incarnation: str, heartbeat_ns: int) -> None:
         self._bus = bus
@@ -100,7 +98,7 @@ class Announcer:
             self._timer = asyncio.get_running_loop().call_later(BATCH_S, self.flush)
 
     def flush(self) -> None:
-        """Sends what waits."""
+        """Sends waiting changes."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -147,7 +145,7 @@ class Announcer:
                 return
 
     def tier_lost(self, tier: TierName, reason: str) -> None:
-        """At once: nothing is on that tier any more. What waits would be stale."""
+        """Announce at once that nothing is on that tier any more. Waiting changes of it would be stale."""
         self._pending = [change for change in self._pending if change.tier != tier]
         lost = TierLost(node_id=self._node_id, incarnation=self._incarnation, tier=tier, reason=reason[:500])
         self.flush()

@@ -259,7 +259,7 @@ async def tell_loaded(context: AgentContext, request: FetchBlocks, layer: int) -
 
 
 def check_sums(source: Source, sums: dict[int, int], wanted: Sequence[int], request: FetchBlocks) -> None:
-    """Raises _Retracted when a moved block (index to checksum) is not what the source committed."""
+    """Raises _Retracted when a moved block (index to checksum) differs from the source's committed one."""
     for i in wanted:
         if i in sums and source.checksums[i - source.first_block] != sums[i]:
             raise _Retracted(

@@ -35,7 +35,7 @@ from halfmoon.store.pool.slots import Change
 KEPT = 10_000
 KEPT_BYTES_MAX = 64 << 20
 UNSENT_MAX = 100_000
-#: What a subscriber or an asker may send in one frame: a topic, a sequence number.
+#: Most bytes of a frame from a subscriber or an asker: a topic, a sequence number.
 HEARD_BYTES_MAX = 256
 _END = (-1).to_bytes(8, "big", signed=True)
 _MEDIA = {"dram": "CPU", "ssd": "STORAGE"}

@@ -1,4 +1,4 @@
-"""A store agent's metrics: how full each tier is, what moved over which transport, what failed and why.
+"""A store agent's metrics: use of each tier, bytes moved by each transport, failures by their codes.
 
 Read from the agent's own counts at each scrape. Only reads and writes that this agent began are counted
 here, so that the sum over all agents counts each transfer once.
@@ -24,8 +24,7 @@ from halfmoon.store.errors import (
 from halfmoon.store.pool.slots import Change
 from halfmoon.store.transports.engine import TransferStats
 
-#: Codes of what a move can fail with; each is shown from the start, or Prometheus would not see its first
-#: one.
+#: Codes of a failed move; each is shown from the start, or Prometheus would not see its first failure.
 FAILURES = (TransferError, HolderUnreachable, TransferRefused, TransferTimeout, BytesCorrupted)
 
 KINDS = ("stored", "evicted")

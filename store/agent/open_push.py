@@ -34,7 +34,7 @@ async def open_push(context: AgentContext, owner: Owner, request: OpenPush) -> N
 
 
 def _require_whole(reserved: Reserved, blocks: int, node_id: str) -> None:
-    """Raises TransferRefused for an answer that is none to what was asked."""
+    """Raises TransferRefused for an answer that does not fit the question."""
     whole = len(reserved.slots) == len(reserved.epochs) == blocks
     if not whole or not set(reserved.present) <= set(range(blocks)):
         raise TransferRefused(

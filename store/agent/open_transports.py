@@ -53,7 +53,7 @@ def open_rdma(site: TransportSite) -> RdmaTransport:
     return RdmaTransport(site.pool, site.config.rdma_options, site.executor, exchange=site.exchange)
 
 
-#: An opener raises TransportAbsent where its transport is not to be had.
+#: An opener raises TransportAbsent where its transport is not available.
 OPENERS: Mapping[TransportName, Callable[[TransportSite], Transport]] = {
     "shm": open_shm,
     "tcp": open_tcp,

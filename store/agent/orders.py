@@ -1,6 +1,6 @@
 """Running work by owner of a hold: fetches, loads, and at most one push.
 
-A release may come at any moment. It ends what runs, waits until none of it touches a slot any more, and only then
+A release may come at any moment. It ends running work, waits until none of it touches a slot any more, and only then
 are the slots freed: that order is the reason for this table.
 """
 
@@ -64,7 +64,7 @@ class OrderTasks:
                     del self._by_owner[owner]
 
     async def end(self, owner: Owner, reason: str) -> None:
-        """Ends what runs for the owner. When this returns, none of it touches a slot any more."""
+        """Ends the owner's running work. When this returns, none of it touches a slot any more."""
         running = self._by_owner.pop(owner, None)
         if running is None:
             return

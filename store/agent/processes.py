@@ -23,7 +23,7 @@ class KnownProcesses:
         self._agents: dict[str, str] = {}
 
     async def worker_seen(self, worker_id: str, process: str) -> None:
-        """A worker of that name is there: what an earlier process of the same name held is free."""
+        """A worker of that name is there: holds of an earlier process of the same name end."""
         known = self._workers.get(worker_id)
         self._workers[worker_id] = process
         if known is not None and known != process:
@@ -32,7 +32,7 @@ class KnownProcesses:
                 await release(self._context, owner)
 
     async def agent_seen(self, node_id: str, incarnation: str) -> None:
-        """Another agent is there: what an earlier one of its node reserved here will not be written any more."""
+        """Another agent is there: reservations of an earlier one of its node will not be written any more."""
         known = self._agents.get(node_id)
         self._agents[node_id] = incarnation
         if known is not None and known != incarnation:

@@ -89,7 +89,7 @@ class Push:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Tells the decode worker where its blocks will be, and begins to move."""
+        """Sends the decode worker the places of its blocks, and begins to move."""
         place = self._target.reserved if self._target is not None else self._hold
         message = TransferOpened(
             order_id=self.opened.order_id,
@@ -104,7 +104,7 @@ class Push:
             self._tasks.append(asyncio.create_task(self._renew(self._target)))
 
     def push(self, layer: PushLayer) -> None:
-        """Queues it. What comes after the end changes nothing."""
+        """Queues the layer. A layer that comes after the end changes nothing."""
         self._received += 1
         if self.failure is None and not self.finished:
             self._queue.append(layer)
@@ -112,9 +112,7 @@ class Push:
             self._progress.set()
 
     async def close(self, pushes: int) -> Pushed:
-        """Waits until `pushes` of them are readable at the target, and commits there. Raises what made it
-        fail.
-        """
+        """Waits until `pushes` of them are readable at the target, and commits there. Raises the push's failure."""
         deadline_ns = time.monotonic_ns() + self._transfer_ns_max
         while self._done < pushes and self.failure is None:
             self._progress.clear()

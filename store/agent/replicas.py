@@ -42,8 +42,7 @@ class Replicator:
         self._one_at_a_time = asyncio.Lock()
 
     async def replicate(self, request: Replicate) -> Replicated:
-        """Brings those of the blocks here that are not. What the source has not is skipped; what does not fit
-        ends it.
+        """Brings missing blocks here. A block that the source lacks is skipped; one that does not fit ends it.
 
         Raises TransferError.
         """
@@ -96,7 +95,7 @@ class Replicator:
             self._guard.release(owner, writers=[me])
 
     async def drain(self, request: DrainStore) -> Drained:
-        """Hands over what no other node holds, until nothing more fits. The agent leaves after the answer."""
+        """Hands over blocks that no other node holds, until nothing more fits. The agent leaves after the answer."""
         others = [node_id for node_id in request.target_node_ids if node_id != self._context.config.node_id]
         by_mark: dict[str, list[bytes]] = {}
         for key, mark in self._guard.hottest():
@@ -139,7 +138,7 @@ class Replicator:
         return taken
 
     async def _free(self, node_id: str) -> int:
-        """Slots that the node can give to blocks from here: free ones, and half of what it could evict."""
+        """Slots that the node can give to blocks from here: free ones, and half of the evictable ones."""
         try:
             status = await self._context.peers.ask(
                 node_id, "status", messages.StoreStatusRequest(), messages.StoreStatus

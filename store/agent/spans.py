@@ -1,4 +1,4 @@
-"""Spans of what a store agent does for a traced order: fetching blocks, and moving them to the decode node."""
+"""Spans of a store agent's work for a traced order: fetching blocks, and moving them to the decode node."""
 
 from __future__ import annotations
 

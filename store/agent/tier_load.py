@@ -73,9 +73,7 @@ async def load_own(context: AgentContext, tier: Tier, owner: Owner, request: Fet
 
 
 async def promote(context: AgentContext, tier: Tier, keys: Sequence[bytes], deadline_ns: int) -> None:
-    """Brings those of `keys` that are only on the SSD into the pool. What fails stays where it is, or is
-    forgotten.
-    """
+    """Brings those of `keys` that are only on the SSD into the pool. One that fails stays there, or is forgotten."""
     missing = [key for key in keys if context.guard.find(key) is None and tier.find(key) is not None]
     by_tenant: dict[bytes, list[bytes]] = {}
     for key in missing:
@@ -118,8 +116,8 @@ async def _read_layers(context: AgentContext, request: FetchBlocks, blocks: Lent
 
 
 async def _commit(context: AgentContext, owner: Owner, loaded: LentBlocks, first: int, blocks: int) -> None:
-    """Shows `blocks` blocks of the order from its `first` on if they are what was put; raises BytesCorrupted, with the
-    others of them forgotten, if not.
+    """Commits `blocks` blocks of the order from its `first` on if they have their checksums; raises BytesCorrupted,
+    with the wrong ones forgotten, if not.
     """
     tier, hold, indices, lent = loaded
 

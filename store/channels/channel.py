@@ -48,7 +48,7 @@ class WorkerChannel:
         self._inbox = Inbox(stream, hello, timeout_s, self._credited)
         self.received = self._inbox.counts
         self._header = memoryview(bytearray(HEADER_BYTES))
-        #: Of a message of the channel's own, what the kernel had no room for.
+        #: Bytes of a message of the channel's own that the kernel had no room for.
         self._rest = b""
         #: Messages sent; those of data; those of them that the other end has taken, and up to which it may not send.
         self._sequence = self._data = self._taken = 0
@@ -82,7 +82,7 @@ class WorkerChannel:
         return self._lost
 
     def fileno(self) -> int:
-        """Readable when a message begins, or goes on (`ready` knows of what the kernel does not)."""
+        """Readable when a message begins, or goes on (`ready` knows of bytes that left the kernel already)."""
         return self._stream.fileno()
 
     def ready(self) -> bool:
@@ -94,7 +94,7 @@ class WorkerChannel:
         return self._inbox.begun or bool(self._rest) or self._owes()
 
     def close(self) -> None:
-        """Ends the channel, and what other threads wait for in it. Idempotent."""
+        """Ends the channel, and the waits of other threads in it. Idempotent."""
         self._lose("closed here")
         with self._sending, self._receiving:
             self._stream.close()
@@ -250,7 +250,7 @@ class WorkerChannel:
         return self._inbox.consumed, now_s
 
     def _take_in(self, *, writable: bool) -> None:
-        """Waits for room (or for credit), POLL_MS at most; stores what comes meanwhile. Raises ConnectionBroken."""
+        """Waits for room (or for credit), POLL_MS at most; stores arriving messages. Raises ConnectionBroken."""
         if self._receives:
             # Another thread takes it in.
             if writable:
@@ -271,7 +271,7 @@ class WorkerChannel:
         return self._inbox.consumed - self._told >= self._owed_max
 
     def _tell_credit(self) -> None:
-        """By a message of its own. Never waits: where another thread sends, that one tells, or comes here next."""
+        """Send the credit in a message of its own. Never waits: a thread that sends carries it, or comes here next."""
         while self._owes() and self._lost is None and self._sending.acquire(blocking=False):
             try:
                 if not self._post(MessageHeader(Op.CREDIT), b""):
@@ -280,7 +280,9 @@ class WorkerChannel:
                 self._sending.release()
 
     def _post(self, header: MessageHeader, payload: bytes) -> bool:
-        """Without waiting; False: there is no room for another. What the kernel does not take goes first next time."""
+        """Send without waiting; False: there is no room for another. Bytes that the kernel does not take go first next
+        time.
+        """
         try:
             if self._rest:
                 self._rest = self._rest[self._stream.send([memoryview(self._rest)]) :]
@@ -351,7 +353,7 @@ class WorkerChannel:
         return self._lose(str(problem), ProtocolBroken)
 
     def _give_up(self, reason: str) -> None:
-        """Tells the other end why, if that needs no wait."""
+        """Sends the other end the reason, if that needs no wait."""
         if self._lost is None and self._sending.acquire(blocking=False):
             try:
                 self._post(MessageHeader(Op.ERROR), reason.encode(errors="replace")[:REASON_BYTES_MAX])

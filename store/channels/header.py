@@ -30,7 +30,7 @@ class Op(enum.IntEnum):
     """Meaning of a message. Those below QUERY are the channel's own."""
 
     HELLO = 1
-    #: No payload: its header tells what was consumed.
+    #: No payload: its header has the credit.
     CREDIT = 2
     #: The last word of an end that gives the channel up: a reason, in UTF-8.
     ERROR = 3
@@ -49,7 +49,7 @@ class Op(enum.IntEnum):
     DROP = 21
     #: The slot list of number `slots`, which the headers after it name. Payload: i32. `parts` 1: of whole caches.
     SLOTS = 22
-    #: Answers what has no other answer (APPEND, DROP): done.
+    #: Answers a message that has no other answer (APPEND, DROP): done.
     DONE = 23
     #: Answers any message: not done, and why, in UTF-8; `rows`: the hold that it is about, 0: all. The channel goes on.
     REFUSED = 24

@@ -37,7 +37,7 @@ class MessageRefused(Exception):
 
 
 class Inbox:
-    """See the module. Raises ConnectionBroken, of kind "malformed" for what the other end must not send."""
+    """See the module. Raises ConnectionBroken, of kind "malformed" for a message that the other end must not send."""
 
     def __init__(
         self, stream: Stream, hello: ChannelHello, timeout_s: float, credited: Callable[[int], bool]
@@ -73,7 +73,7 @@ class Inbox:
         return self._began_s > 0
 
     def ready(self) -> bool:
-        """Something is here, or overdue, that the stream's descriptor does not tell of."""
+        """Something is here, or overdue, though the stream's descriptor is not readable."""
         return bool(self._stored) or self._overdue() or self._stream.buffered()
 
     def take(self, into: Into, until_s: float) -> MessageHeader | None:
@@ -94,7 +94,7 @@ class Inbox:
         return header
 
     def store(self) -> None:
-        """Stores what has come, without waiting."""
+        """Stores arrived messages, without waiting."""
         while (header := self._advance(None, 0.0)) is not None:
             self._stored.append((header, self._memory if self._ours else None))
             self._memory = NOTHING

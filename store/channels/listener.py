@@ -90,7 +90,7 @@ class ChannelListener:
             return self._waiting.popleft()
 
     def close(self) -> None:
-        """Ends what nobody has accepted. Idempotent."""
+        """Ends channels that nobody has accepted. Idempotent."""
         with self._lock:
             if self._closed:
                 return

@@ -20,7 +20,7 @@ from halfmoon.store.transports.tcp.channel import POLL_MS, ConnectionBroken
 
 #: Encrypted, or decrypted, at a time: a few records.
 CIPHERTEXT_BYTES = 128 * 1024
-#: What the kernel keeps for the other end, where its limits allow it.
+#: Bytes that the kernel keeps for the other end, where its limits allow it.
 SOCKET_BYTES = 4 * 1024 * 1024
 _CLOSED = "it closed the connection"
 
@@ -56,7 +56,7 @@ class Stream(Protocol):
         """Waits for either, POLL_MS at most; whether there is something to read."""
 
     def buffered(self) -> bool:
-        """Bytes are here that `fileno` does not tell of."""
+        """Bytes are here though `fileno` is not readable."""
 
     def fileno(self) -> int: ...
 
@@ -141,8 +141,8 @@ class PlainStream:
 
 
 class TlsStream:
-    """A socket under TLS, after its handshake. OpenSSL works in memory alone, and what it made goes out together:
-    for each record by itself the other end would wake.
+    """A socket under TLS, after its handshake. OpenSSL works in memory alone, and its records go out together: the
+    other end would wake for each one by itself.
     """
 
     kind = "tls"
@@ -151,7 +151,7 @@ class TlsStream:
     def __init__(
         self, connection: socket.socket, tls: ssl.SSLObject, came: ssl.MemoryBIO, made: ssl.MemoryBIO
     ) -> None:
-        """`came`: ciphertext for `tls`; `made`: what it has for the other end."""
+        """`came`: ciphertext for `tls`; `made`: ciphertext for the other end."""
         self._socket, self._tls, self._came, self._made = connection, tls, came, made
         _prepared(connection)
         _wait_in_kernel(connection)
@@ -164,7 +164,7 @@ class TlsStream:
         self._pending, self._pending_plain = memoryview(b""), 0
 
     def send(self, pieces: Sequence[memoryview]) -> int:
-        """Where it returns less than all, what comes next must begin with the bytes that are left."""
+        """Where it returns less than all, the next call must begin with the bytes that are left."""
         total = 0
         flat = [piece.cast("B") for piece in pieces]
         while True:

@@ -1,4 +1,4 @@
-"""Policies of eviction. The pool tells a policy which slots are idle; the policy names a victim.
+"""Policies of eviction. The pool gives a policy its idle slots; the policy names a victim.
 
 Only idle slots (committed, no holder, no writer) can be victims, so that no policy can evict a
 leased block. A policy may remember a slot while it is held: it is the same block until it was a victim.
@@ -147,7 +147,7 @@ class LeastFrequentlyUsed:
 
 
 class S3Fifo:
-    """New blocks wait in a queue of their own, and only what was used there again enters the main one.
+    """New blocks wait in a queue of their own, and only blocks that were used there again enter the main one.
 
     Blocks that leave the first queue unused are remembered by key; should they come back, they enter the main
     queue at once. In the main queue a used block gets another round.

@@ -1,8 +1,8 @@
 """The pool behind a lock, with a clock. The event loop changes it; transport threads ask it (`SlotAccess`) before
 they touch a slot.
 
-Also remembers, for one lease's time, what was released before it was ever opened: an order may be cancelled
-while its reservation is still on the way, and would otherwise hold memory until its lease ends.
+Also remembers, for one lease's time, orders that were released before they were opened: an order may be cancelled while
+its reservation is still on the way, and would otherwise hold memory until its lease ends.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class PoolGuard:
         return known
 
     def release_order(self, order_id: str) -> None:
-        """Ends every hold of the order, leaves its writers, and refuses what comes of it later.
+        """Ends every hold of the order, leaves its writers, and refuses later requests of it.
 
         A peer's reservation ends at once: it does not read here. All others stay for `READER_GRACE_NS`.
         """
@@ -250,7 +250,7 @@ class PoolGuard:
         return self._pool.owners(order_id)
 
     def sweep(self) -> list[Owner]:
-        """Collects what has expired; the owners of holds that nobody had ended."""
+        """Collects expired holds and writers; the owners of holds that nobody had ended."""
         now_ns = time.monotonic_ns()
         stood_ns, self._swept_ns = now_ns - self._swept_ns, now_ns
         if stood_ns > STOOD_NS_MIN:

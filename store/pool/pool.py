@@ -223,7 +223,7 @@ class Pool:
         hold = self.holds.pop(owner, None)
         if hold is None:
             return False
-        # Last block first: policies evict what became idle first, and a chain is of use only from its head.
+        # Last block first: policies evict the slot that became idle first, and a chain is of use only from its head.
         for slot in reversed(hold.slots):
             self.slots[slot].holders -= 1
             self._settle(slot)
@@ -315,7 +315,7 @@ class Pool:
         """`name` may write into the reserved slots of the hold until `deadline_ns`. Raises OrderUnknown."""
         hold = self.hold(owner)
         assert (owner, name) not in self.writers, (owner, name)
-        # Committed slots are left out: nobody may write into what others read.
+        # Committed slots are left out: nobody may write into a block that others read.
         slots = [slot for slot in hold.slots if self.slots[slot].state is SlotState.RESERVED]
         for slot in slots:
             self.slots[slot].writers += 1
@@ -364,8 +364,8 @@ class Pool:
     # --- time, reports, invariant ---------------------------------------------------------------------------
 
     def sweep(self, now_ns: int) -> list[Owner]:
-        """Collects what has expired by `now_ns`: holds, and writers past their deadline. Returns the owners of holds
-        that nobody had ended: those that were retired are not among them.
+        """Collects holds that expired by `now_ns`, and writers past their deadline. Returns the owners of holds that
+        nobody had ended: those that were retired are not among them.
         """
         expired = [owner for owner, hold in self.holds.items() if hold.expires_ns <= now_ns]
         left = [owner for owner in expired if not self.holds[owner].retired]

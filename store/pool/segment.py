@@ -140,7 +140,7 @@ class PoolView:
             np.max(pages[first : first + 16384])
 
     def remap(self, other: PoolView) -> None:
-        """Makes this view show what `other` maps, which is used up."""
+        """Makes this view show the mapping of `other`, which is used up."""
         self._drop()
         self.name, self.geometry, self._fd, self._memory = (
             other.name,

@@ -42,7 +42,7 @@ class Move(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """A record that will not be overwritten until `give_back`. `file`: what it was lent from, for the tier itself."""
+    """A record that will not be overwritten until `give_back`. `file`: the file it is in, for the tier itself."""
 
     record: int
     entry: Entry
@@ -71,10 +71,10 @@ class Tier(Protocol):
         """Blocks that it holds."""
 
     async def start(self) -> list[Change]:
-        """Opens it, and returns what it holds already, which is not announced: the inventory has it."""
+        """Opens it, and returns the blocks in it, which are not announced: the inventory has them."""
 
     async def stop(self) -> None:
-        """Saves what it can in the time that it has, and lets go of everything."""
+        """Saves as many blocks as its time allows, and lets go of everything."""
 
     def keys(self) -> list[bytes]: ...
 

@@ -83,7 +83,7 @@ class SsdTier:
         self._reading = self._writing = 0
         #: Records that a batch is being written to.
         self._taken = 0
-        #: What was removed while a batch was under way.
+        #: Keys that were removed while a batch was under way.
         self._unwanted: set[bytes] = set()
         self._failures = 0
         self._saving: asyncio.Task[None] | None = None
@@ -269,8 +269,8 @@ class SsdTier:
     # --- read -----------------------------------------------------------------------------------------------
 
     async def read(self, moves: Sequence[Move], call: Call) -> None:
-        """Fills slots; what cannot be read is forgotten. Nothing is touched any more when this ends,
-        cancelled or not.
+        """Fills slots; a block that cannot be read is forgotten. Nothing is touched any more when this ends, cancelled
+        or not.
 
         Raises TransferError (the disk fails), TransferTimeout.
         """
@@ -393,7 +393,7 @@ class SsdTier:
         kept = {}
         for record, idle in pairs.items():
             if self._guard.still(idle):
-                # Else it was evicted meanwhile: what was copied may be another block's bytes.
+                # Else it was evicted meanwhile: the copy may have another block's bytes.
                 slot = idle.slot
                 kept[record] = Entry(
                     slot.key, slot.checksum, slot.hits, bytes.fromhex(slot.tenant or "00" * 16)
@@ -408,7 +408,7 @@ class SsdTier:
         return kept
 
     def _make_room(self, count: int) -> list[int]:
-        """Up to `count` records without a reader; what they held is forgotten."""
+        """Up to `count` records without a reader; their blocks are forgotten."""
         with contextlib.suppress(LookupError):
             for _ in range(count - len(self._free)):
                 self.forget([self._entries[self._order.victim()].key])

@@ -11,9 +11,9 @@ Rules, by which a crash at any point loses blocks and never gives a wrong byte:
 
 - An entry never crosses a 512-byte sector, so that a torn write of the table leaves every other entry as it
   was.
-- A record is overwritten only after its entry was cleared on the disk, and its new entry is written only
-  after the record. A power cut may reorder that (nothing waits for the disk's own cache): then the block's
-  checksum, which is compared at every read, tells.
+- A record is overwritten only after its entry was cleared on the disk, and its new entry is written only after the
+  record. A power cut may reorder that (nothing waits for the disk's own cache): the block's checksum, which is compared
+  at every read, detects it.
 - A file of another layout, or one whose head is damaged, is made empty.
 """
 
@@ -79,7 +79,7 @@ class SsdFile:
 
     @classmethod
     def open(cls, path: Path, layout: Layout, file_bytes: int) -> tuple[SsdFile, dict[int, Entry]]:
-        """The file, made or taken up, and what its records hold. Raises TierError (no room, in use, no such
+        """The file, made or taken up, and the entries of its records. Raises TierError (no room, in use, no such
         directory)."""
         records = records_in(layout, file_bytes)
         if records < 1:
@@ -141,7 +141,7 @@ class SsdFile:
         return {record: entry for _, record, entry in sorted(found.values(), key=lambda at: at[0])}
 
     def gone(self) -> str:
-        """ "" while the file is where it was; otherwise what happened to it."""
+        """ "" while the file is where it was; otherwise the reason why not."""
         try:
             there, own = os.stat(self.path), os.fstat(self._fd)
         except OSError as problem:
@@ -201,9 +201,7 @@ class SsdFile:
             self._bounced(call, at + number * self._record_bytes, buffer.reshape(-1))
 
     def _bounced(self, call: object, at: int, buffer: Array) -> None:
-        """Through aligned memory of the thread's own. A write begins at a record, so what follows it is
-        padding.
-        """
+        """Through aligned memory of the thread's own. A write begins at a record, so the rest is padding."""
         start = at // PAGE_BYTES * PAGE_BYTES
         size = _pages(at + buffer.nbytes - start)
         memory = getattr(self._bounce, "memory", None)

@@ -87,7 +87,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class TransportKind:
-    """A kind of transport. `name` is what endpoints and metrics call it."""
+    """A kind of transport. `name` is its name in endpoints and metrics."""
 
     name: TransportName
     #: The transport with the smaller rank is used first.
@@ -97,7 +97,7 @@ class TransportKind:
 
 
 class TransportAbsent(Exception):
-    """The transport is not to be had on this node; one line for people."""
+    """The transport is not available on this node; one line for people."""
 
 
 class BlockMover(Protocol):
@@ -214,9 +214,7 @@ def joined(items: Sequence[Slice]) -> list[Slice]:
 
 
 async def in_thread(executor: Executor, work: Callable[[], T], cancellation: Cancellation) -> T:
-    """Runs `work` in `executor`. When cancelled, tells it to stop and waits until it has, so that nothing is
-    touched afterwards.
-    """
+    """Runs `work` in `executor`. When cancelled, has it stop and waits for that, so that nothing is touched afterwards."""
     future = asyncio.get_running_loop().run_in_executor(executor, work)
     try:
         return await asyncio.shield(future)

@@ -33,7 +33,7 @@ from halfmoon.store.transports.base import NEAR, Call, Peer, Slice, Transport, m
 SLICE_BYTES = 8 * 1024 * 1024
 #: Slices under way at once in all; more wait their turn.
 UNDER_WAY_MAX = 32
-#: A move of less tells latency, not bandwidth.
+#: A smaller move measures latency, not bandwidth.
 MEASURED_BYTES_MIN = 256 * 1024
 EWMA_WEIGHT = 0.2
 REST_NS = 100_000_000

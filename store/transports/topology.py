@@ -3,7 +3,7 @@
 A distance is as the kernel gives it: 10 on the same NUMA node, more between nodes. The agent announces the
 distance of each of its endpoints (`Endpoint.distance`), so that the calling side can choose among them.
 
-The file is TOML, and what it names is taken from it::
+The file is TOML, and its values count instead of sysfs's::
 
     memory_node = 0
     [nics.eth0]
@@ -54,7 +54,7 @@ class Topology:
 
 
 def read_topology(override: str = "", *, sysfs: Path = SYSFS) -> Topology:
-    """This machine's; what the file `override` names is taken from there. Raises TopologyInvalid."""
+    """This machine's topology, with the values in the file `override`. Raises TopologyInvalid."""
     nics = {}
     for folder in ("net", "infiniband"):
         for nic in sorted((sysfs / "class" / folder).glob("*")):

@@ -82,7 +82,7 @@ class BlockAllocator:
             self._join(block)
 
     def check(self) -> None:
-        """Asserts that runs, marks and count tell the same: for tests."""
+        """Asserts that runs, marks and count agree: for tests."""
         spans = [(start, self._length[start]) for start in self._starts]
         assert len(self._length) == len(self._starts), ("I54 runs", self._length, self._starts)
         assert all(a + n < b for (a, n), (b, _) in pairwise(spans)), ("I54 runs that touch", spans)

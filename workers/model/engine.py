@@ -100,7 +100,7 @@ class Engine:
         return self.attention.name
 
     def synchronize(self) -> None:
-        """Returns when the device has done what was asked of it."""
+        """Returns when the device has finished its queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -138,8 +138,8 @@ class Engine:
     ) -> Tensor | None:
         """As `prefill_chunk`, of some layers alone: from the residual `before` them (None: from the
         tokens, whose ids are looked at only then). Returns the residual after them, on the CPU; after the model's last
-        one, what `prefill_chunk` returns. All layers in stages give the bits of all at once: the residual is passed on
-        as it is.
+        one, the logits, as `prefill_chunk`. All layers in stages give the bits of all at once: the residual is passed
+        on as it is.
         """
         made: Tensor | None = in_turn([self._chunk_rows(chunk, layers=layers, before=before, hooks=hooks)])[0]
         return made.cpu() if made is not None and layers.stop < self.config.layers else made
@@ -221,8 +221,8 @@ class Engine:
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """One iteration of chunks of prompts and, beside them, of one token for each sequence that decodes.
 
-        Returns what `decode` would, None where nobody decodes, and for each chunk what `prefill_chunk` would; one
-        prompt's chunks come in order. In fast mode all rows share the linear layers' products. In exact mode every
+        Returns the results of `decode`, None where no sequence decodes, and for each chunk those of `prefill_chunk`;
+        one prompt's chunks come in order. In fast mode all rows share the linear layers' products. In exact mode every
         group of rows is computed as if it were alone, and so has the same bits; groups take turns layer by layer.
         """
         assert len(token_ids) == len(positions) == len(block_tables), (len(token_ids), len(positions))
@@ -233,7 +233,7 @@ class Engine:
             self._decode_rows(token_ids[rows], positions[rows], block_tables[rows])
             for rows in (self.groups_of(len(token_ids)) if token_ids else [])
         ]
-        # A chunk finds in each layer what the one before it stored: it comes later in every round.
+        # A chunk finds in each layer the KV of the one before it: it comes later in every round.
         steps: list[Generator[None, None, Tensor | None]] = [*decodes, *map(self._chunk_rows, chunks)]
         made = in_turn(steps)
         logits = [row for row in made[: len(decodes)] if row is not None]
@@ -337,7 +337,7 @@ class Engine:
         block_tables: Sequence[Sequence[int]],
         elsewhere: PartsElsewhere | None = None,
     ) -> Generator[None, None, Tensor]:
-        """Logits; yields in each layer when what others were asked is under way, and its own part is done."""
+        """Logits; yields in each layer when the questions to others are under way, and its own part is done."""
         batch = len(token_ids)
         slots = self._slots(block_tables, positions)
         x, cos, sin, attended = self._enter_decode(token_ids, positions)
@@ -438,7 +438,7 @@ class Engine:
         self.cache.k[layer].flatten(0, 1).index_copy_(0, slots, k)
         self.cache.v[layer].flatten(0, 1).index_copy_(0, slots, v)
 
-    # What follows keeps torch out of the workers' loops: a row of logits is opaque to them.
+    # The methods below keep torch out of the workers' loops: a row of logits is opaque to them.
 
     @torch.inference_mode()
     def sample(self, logits_row: Tensor, params: SamplingParams, request: SampleRequest) -> Sampled:

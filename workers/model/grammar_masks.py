@@ -1,10 +1,10 @@
 """Which tokens a grammar allows next. Imports no torch.
 
-What a request has generated decides it, and nothing else: a matcher is kept from token to token only because that is
-cheaper, and holds the tokens that it stands behind. A request that was preempted, or goes on at another worker after a
+The generated tokens decide it, and nothing else: a matcher is kept from token to token only because that is cheaper,
+and holds the tokens that it stands behind. A request that was preempted, or goes on at another worker after a
 `kill -9`, gets a matcher that is fed its tokens again, and the same masks from there on.
 
-A grammar is a client's: what one takes to compile, and for each mask, is bounded (`limits`). One that runs into a bound
+A grammar is a client's: its cost to compile, and for each mask, is bounded (`limits`). One that runs into a bound
 allows only the end of the text.
 """
 

@@ -19,7 +19,7 @@ def cut(rows: int, rows_max: int, groups: int) -> list[slice]:
 
 
 def in_turn(steps: Sequence[Generator[None, None, T]]) -> list[T]:
-    """Each goes on to its next `yield`, one after the other, until all have returned; what they returned.
+    """Each goes on to its next `yield`, one after the other, until all have returned; their results.
 
     Source: Lamina (arXiv 2405.01814), section 4.3, for one device that computes models.
     """

@@ -39,8 +39,8 @@ class PagedCache:
         self.num_blocks, self.block_tokens, self.dtype = num_blocks, block_tokens, dtype
         self.device = torch.device(device)
         self.layers = config.layers
-        # A GPU kernel reads whole pages, and what was never written must not turn into NaN. On CPU sequences
-        # are read at their exact length, and touching every page at start would cost two seconds a GiB.
+        # A GPU kernel reads whole pages, and bytes that were never written must not be NaN. On CPU sequences are read
+        # at their exact length, and touching every page at start would cost two seconds a GiB.
         make = torch.empty if self.device.type == "cpu" else torch.zeros
         self.k = make(shape, dtype=dtype, device=device)
         self.v = make(shape, dtype=dtype, device=device)

@@ -28,7 +28,7 @@ _preloaded: list[Preloaded] = []
 
 def preload(model: LoadedModel, query_first: Iterable[bool]) -> None:
     """Packs the weights for each form that the workers to be forked will ask for."""
-    # Of what was read, rows and the embeddings alone are kept as they are: the file need not stay mapped for these.
+    # Rows and the embeddings alone are kept as they were read: the file need not stay mapped for these.
     kept = {name for name, weight in model.weights.items() if weight.ndim == 1 or name == "embed"}
     weights = {name: weight.clone() if name in kept else weight for name, weight in model.weights.items()}
     with torch.inference_mode():

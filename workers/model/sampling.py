@@ -2,12 +2,11 @@
 
 Order, as in vLLM: the text's grammar, then banned tokens and logit bias, repetition, frequency and presence
 penalties, temperature, min_p, top_k, top_p, draw. Log-probabilities are of the model's own distribution, before all of
-that (vLLM's `raw_logprobs`), but of what the grammar allows.
+that (vLLM's `raw_logprobs`), but within the grammar.
 
-A draw is a function of (seed, index of the token) alone: no state is kept between tokens, so a request that
-goes on elsewhere at token `index` draws what it would have drawn here. It inverts the cumulative
-distribution over token ids in their order, which also makes it robust: logits a rounding error apart draw the
-same token almost always.
+A draw is a function of (seed, index of the token) alone: no state is kept between tokens, so a request that goes on
+elsewhere at token `index` draws the same token as here. It inverts the cumulative distribution over token ids in their
+order, which also makes it robust: logits a rounding error apart draw the same token almost always.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def sample(
 ) -> Sampled:
     """One token from f32 `logits` `[vocab]`, which are left as they were. `params` stand in for those of `request`.
 
-    `forbidden` `[vocab]`: what the text's grammar does not allow. The grammar's word counts above all: bans that would
-    leave nothing of what it allows are passed over.
+    `forbidden` `[vocab]`: tokens that the text's grammar does not allow. The grammar stands above all: bans that would
+    leave none of its tokens are passed over.
     """
     if forbidden is not None:
         logits = logits.masked_fill(forbidden.to(logits.device), float("-inf"))

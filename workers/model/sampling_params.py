@@ -1,4 +1,4 @@
-"""How a token is chosen from logits: what a request asks, and what comes back. Imports no torch.
+"""The choice of a token from logits: a request's parameters, and the result. Imports no torch.
 
 Source: the fields and their meaning are those of the OpenAI API and, beyond it, of vLLM's `SamplingParams`.
 """
@@ -77,7 +77,7 @@ class SamplingParams:
 class SampleRequest:
     """One row of logits to choose from. `index` counts the request's generated tokens from 0.
 
-    `banned_ids` cannot be chosen: the end tokens before `min_tokens`, and what would complete a bad word.
+    `banned_ids` cannot be chosen: the end tokens before `min_tokens`, and tokens that would complete a bad word.
     """
 
     params: SamplingParams

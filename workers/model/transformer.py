@@ -120,7 +120,7 @@ class Layer:
         return turned[:, : config.heads], turned[:, config.heads :], heads[:, turning:]
 
     def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """With `query_first`: rotated q, and what `key_value` needs."""
+        """With `query_first`: rotated q, and the input of `key_value`."""
         assert self._query is not None, "query_first"
         normed = rms_norm(x, self._attention_norm, self._config.rms_eps)
         q = self._query(normed).view(x.shape[0], self._config.heads, self._config.head_dim)

@@ -197,8 +197,8 @@ class PromptComputation:
             raise
 
     def _load_prefix(self, table: list[int]) -> None:
-        """On the copy thread: load the prefix in the first chunk's table, layer by layer, from the pool into the engine's
-        cache.
+        """On the copy thread: load the prefix in the first chunk's table, layer by layer, from the pool into the
+        engine's cache.
         """
         prompt = self._prompt
         for layer in self._layers:

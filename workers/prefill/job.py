@@ -117,7 +117,7 @@ class Job:
     @property
     def usable_blocks(self) -> int:
         """Cached blocks that can save computing: the last token is always computed, for its logits. All tokens are
-        where the prompt's own log probabilities are wanted, though another try at the order may find the first's blocks.
+        where the prompt's own log probabilities are wanted, though a second try may find blocks of the first one.
         """
         if self.reply.sampling.prompt_logprobs >= 0:
             return 0

@@ -17,7 +17,7 @@ from halfmoon.store.transports.base import TransportAbsent
 SYSFS = Path("/sys")
 #: The path MTUs of InfiniBand, bytes.
 MTUS = (256, 512, 1024, 2048, 4096)
-#: What the kernel keeps free for headers of RoCE within an Ethernet frame's payload, bytes.
+#: Bytes that the kernel keeps free for headers of RoCE within an Ethernet frame's payload.
 ROCE_HEADERS = 96
 #: Entries of the table of GIDs that are read: it may be long, and is filled from its beginning.
 GIDS_MAX = 256
@@ -65,7 +65,7 @@ class Wanted:
 
 
 def choose(wanted: Wanted, sysfs: Path = SYSFS) -> Port:
-    """The port to use. Raises RdmaAbsent, with what there is instead."""
+    """The port to use. Raises RdmaAbsent, with the ports that there are."""
     root = sysfs / "class/infiniband"
     devices = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     if not devices:
@@ -88,7 +88,7 @@ def choose(wanted: Wanted, sysfs: Path = SYSFS) -> Port:
 
 
 def why_down(device: str, number: int, sysfs: Path = SYSFS) -> str:
-    """ "" for an active port, otherwise what it is."""
+    """ "" for an active port, otherwise its state."""
     state = _read(sysfs / "class/infiniband" / device / "ports" / str(number) / "state")
     if state == "4: ACTIVE":
         return ""
@@ -103,7 +103,7 @@ def _port(device: str, number: int, gid_index: int | None, sysfs: Path) -> Port:
     index, gid = _gid(path, f"port {number} of {device}", gid_index, ethernet)
     netdev = _read(path / "gid_attrs/ndevs" / str(index)) if ethernet else ""
     mtu = MTUS[-1]
-    # An interface of another network namespace is not seen: the device itself will say what it can.
+    # An interface of another network namespace is not seen: opening the device decides.
     if netdev and (said := _read(sysfs / "class/net" / netdev / "mtu")):
         frame = int(said)
         mtu = max((size for size in MTUS if size + ROCE_HEADERS <= frame), default=0)
@@ -142,7 +142,7 @@ def _empty(gid: str) -> bool:
 
 
 def _read(path: Path) -> str:
-    """ "" for what cannot be read: the kernel answers EINVAL for an attribute of an empty GID."""
+    """ "" for an attribute that cannot be read: the kernel answers EINVAL for an empty GID."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -44,7 +44,8 @@ def register(pv: Any, domain: Any, access: int, *, address: int, size: int, sysf
         except pv.Error as problem:
             reasons.append(f"dma-buf: {problem}")
         finally:
-            os.close(fd)  # the region holds what it needs
+            # The region has its own reference to the memory.
+            os.close(fd)
     if loaded := peer_module(sysfs):
         try:
             return pv.mr.MR(domain, size, access, address=address)

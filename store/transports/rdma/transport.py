@@ -225,7 +225,7 @@ class RdmaTransport:
     # --- endpoints ------------------------------------------------------------------------------------------
 
     async def _connect(self, links: _Links, peer: Peer) -> RdmaConnection:
-        """Raises TransferError, or what the exchange raises."""
+        """Raises TransferError, and the errors of the exchange."""
         port = self._verbs.port
         if why := why_down(port.device, port.number):
             raise HolderUnreachable(f"{peer.node_id}: {why}")
@@ -379,7 +379,7 @@ class RdmaTransport:
             self._destroy(pair)
 
     def _check(self, raw: bytes) -> wire.WriteVerdict:
-        """In a thread: were they allowed, and are they what was sent?"""
+        """In a thread: check that the slots were reserved, and that the bytes have their checksums."""
         try:
             arrived = wire.arrived_decoder.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:

@@ -125,7 +125,7 @@ class Verbs:
         return Memory(address, size, region.lkey, region.rkey)
 
     def completions(self) -> list[Completion]:
-        """Takes what has completed. Asks for the next event first, so that none is missed."""
+        """Takes finished work requests. Asks for the next event first, so that none is missed."""
         # The error is an empty channel: its event was taken before.
         with contextlib.suppress(self._pv.Error):
             self._channel.get_cq_event(self.queue)

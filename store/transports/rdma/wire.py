@@ -100,7 +100,7 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WriteVerdict(msgspec.Struct, frozen=True, array_like=True):
-    """`refusal` is "" when the bytes are readable; `name` is what refusals are counted under."""
+    """`refusal` is "" when the bytes are readable; `name` is the counter of this refusal."""
 
     name: str = ""
     refusal: str = ""

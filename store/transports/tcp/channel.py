@@ -38,7 +38,7 @@ _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_F
 
 
 class ConnectionBroken(Exception):
-    """The connection ended. `kind`: "malformed" or "truncated" when what came over it is no message."""
+    """The connection ended. `kind`: "malformed" or "truncated" when its bytes are no message."""
 
     def __init__(self, reason: str, kind: str = "") -> None:
         super().__init__(reason)
@@ -91,7 +91,7 @@ class Frames(Protocol):
 
 
 class TcpChannel(Frames, Protocol):
-    """One end of a connection. Its methods raise ConnectionBroken, and what `waiter` raises."""
+    """One end of a connection. Its methods raise ConnectionBroken, and the errors of `waiter`."""
 
     def send(self, frames: Sequence[bytes | memoryview], waiter: Waiter) -> None: ...
 
@@ -198,9 +198,7 @@ class PlainChannel:
         self._waiter = waiter
 
     def whole(self) -> bool:
-        """Reads what has come, without waiting; whether all of a message (of less than SCRATCH_BYTES) is
-        here.
-        """
+        """Reads arrived bytes, without waiting; whether all of a message (of less than SCRATCH_BYTES) is here."""
         while not self._prefix() or sum(self._sizes) > self._end - self._start:
             # It may never fit into the scratch, and the event loop would ask for ever.
             if sum(self._sizes) > SCRATCH_BYTES // 2:

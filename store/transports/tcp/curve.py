@@ -75,7 +75,7 @@ class CurveServer:
         return bound
 
     def start(self) -> None:
-        """Serves what was bound; of the socket's threads, from here on only its own."""
+        """Serves the bound socket, which from here on is the serving thread's alone."""
         self._thread = threading.Thread(target=self._run, name="store-curve", daemon=True)
         self._thread.start()
 

@@ -23,9 +23,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP
 
 
 class PlainServer:
-    """Callers of plain links, each in a thread of its own: what a socket delivers goes straight into the
-    slots.
-    """
+    """Callers of plain links, each in a thread of its own: bytes of a socket go straight into the slots."""
 
     def __init__(
         self, view: PoolView, service: TcpService, *, stall_ns_max: int, message_ns_max: int
@@ -52,7 +50,7 @@ class PlainServer:
         return f"tcp://{at}:{bound[1]}"
 
     def start(self) -> None:
-        """Serves what was bound."""
+        """Serves the bound socket."""
         for thread in self._accepting.values():
             thread.start()
 

@@ -9,7 +9,7 @@ from halfmoon.workers.model.attention.kernel import Attention, SdpaAttention
 
 
 class AttentionUnavailable(Exception):
-    """`flash` was asked for by name and cannot be had, for the reasons given."""
+    """`flash` was asked for by name and is not available, for the reasons given."""
 
 
 def make_attention(

@@ -1,4 +1,4 @@
-"""A cache and the attention operator, without weights: what an attention worker computes with."""
+"""The engine of an attention worker: a cache and the attention operator, without weights."""
 
 from __future__ import annotations
 

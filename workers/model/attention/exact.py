@@ -69,7 +69,7 @@ class CacheElsewhere(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """The step is over for another reason: nobody waits for what was asked for."""
+        """The step is over for another reason: nobody waits for the answers."""
 
 
 class ExactAttention(Attention):

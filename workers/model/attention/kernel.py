@@ -68,7 +68,7 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True)
 class SegmentRun:
-    """Segments of equal length, one after the other, of one sequence: what one call of a kernel can attend to."""
+    """Segments of equal length, one after the other, of one sequence: one call of a kernel attends to them."""
 
     row: int
     """The query's."""
@@ -89,7 +89,7 @@ class SegmentRun:
 
 @dataclass(slots=True)
 class StepRuns:
-    """All runs of a step; `device` is what an implementation makes of them at the first layer and keeps."""
+    """All runs of a step; `device` is an implementation's own form of them, made at the first layer and kept."""
 
     items: list[SegmentRun] = field(default_factory=list)
     device: tuple[Tensor, ...] | None = None
@@ -137,7 +137,7 @@ def _where(blocks: list[int], block_tokens: int, device: torch.device) -> tuple[
 
 
 class Attention(ABC):
-    """Implementations hold no state of a sequence; `name` is what the configuration calls them."""
+    """Implementations hold no state of a sequence; `name` is their name in the configuration."""
 
     name: str
 
@@ -152,7 +152,7 @@ class Attention(ABC):
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
         """Causal attention of every sequence of `plan`, rows of `q` in its order, into `out` (like
-        `q`). `k` and `v` `[rows, kv_heads, head_dim]` are what the cache holds of the queries' own tokens.
+        `q`). `k` and `v` `[rows, kv_heads, head_dim]` are those of the queries' own tokens, as in the cache.
         """
 
     @abstractmethod

@@ -55,7 +55,7 @@ class StateStack:
         self.lse = torch.full((parts, rows, heads), float("-inf"), device=device)
 
     def merged(self) -> Tensor:
-        """f32 `[rows, heads, head_dim]`. Every row has a key in some part. Uses up what was written to `out`."""
+        """f32 `[rows, heads, head_dim]`. Every row has a key in some part. Uses up the content of `out`."""
         weights = (self.lse - self.lse.amax(0)).exp_()
         weighted = self.out.mul_(weights.unsqueeze(-1))
         # One addition after the other, in order: how a sum over a dimension is grouped is the library's affair. The

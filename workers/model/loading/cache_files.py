@@ -21,7 +21,7 @@ def cache_folder(part: str) -> Path:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> bool:
-    """Puts what `write` makes at `path` in one step; False when the folder takes no files."""
+    """Puts the file that `write` makes at `path` in one step; False when the folder takes no files."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

@@ -23,7 +23,7 @@ __all__ = [
     "from_huggingface",
 ]
 
-# Bounds of what a file may claim: each far above any model's, and small enough that no product of two overflows.
+# Bounds of a file's numbers: each far above any model's, and small enough that no product of two overflows.
 LAYERS_MAX = 4096
 HIDDEN_MAX = 1 << 20
 HEADS_MAX = 1 << 14
@@ -92,7 +92,7 @@ class ModelConfig:
 
 
 def _head_dim(named: int | None, hidden: int, heads: int, field: str) -> int:
-    """The head dimension that the file names, or what its sizes give."""
+    """The head dimension that the file names, or the one that its sizes give."""
     head_dim = named or hidden // heads
     if head_dim < 1:
         raise ModelBroken(field, f"is {heads}; that is more than the {hidden} elements of a hidden state")
@@ -122,7 +122,7 @@ def _huggingface_rope_scaling(config: Fields) -> RopeScaling | None:
 
 
 def _refuse_huggingface_options(values: Mapping[str, Any], kind: str) -> None:
-    """Raises `ModelUnsupported` for what would be computed wrongly."""
+    """Raises `ModelUnsupported` for an option that would be computed wrongly."""
     config = Fields(values)
     # A file that leaves it out means the window of Mistral's first model.
     window = values.get("sliding_window", MISTRAL_WINDOW_TOKENS) if kind == "mistral" else None

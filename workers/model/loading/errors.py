@@ -54,7 +54,7 @@ def shown(value: object) -> str:
 
 @contextlib.contextmanager
 def in_file(path: Path) -> Iterator[None]:
-    """Adds the file's path to errors about its fields; what the operating system refuses becomes ModelNotFound."""
+    """Adds the file's path to errors about its fields; a refusal by the operating system becomes ModelNotFound."""
     try:
         yield
     except ModelFieldError as error:

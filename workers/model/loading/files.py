@@ -79,7 +79,7 @@ class LoadedModel:
 
 
 def find_model(name_or_path: str) -> ModelSource:
-    """Raises `ModelNotFound` with what was looked for, `ModelBroken` for an index that names no files."""
+    """Raises `ModelNotFound` with the places that were searched, `ModelBroken` for an index that names no files."""
     if name_or_path in BUILT_IN:
         package, file_name = BUILT_IN[name_or_path]
         spec = importlib.util.find_spec(package)  # found, not imported: the package loads a server of its own
@@ -115,7 +115,8 @@ def _find_in_files(path: Path) -> ModelSource:
     if index.is_symlink() or index.exists():
         files = tuple(path / shard for shard in _shards(index))
     elif whole.is_symlink() or whole.exists():
-        files = (whole,)  # what lies beside it (`consolidated.safetensors`) is the same in another form
+        # A file beside it (`consolidated.safetensors`) is the same in another form.
+        files = (whole,)
     else:
         files = tuple(sorted(path.glob("*.safetensors")))
     missing = [file.name for file in files if not file.is_file()]

@@ -1,6 +1,6 @@
-"""How a model's makers draw its tokens: generation_config.json, for requests that do not say.
+"""The makers' defaults for drawing a model's tokens: generation_config.json, for requests that name none.
 
-Named and bounded as the fields of a request; what else the file has (`do_sample`, `max_new_tokens`) is not looked at.
+Named and bounded as the fields of a request; other fields of the file (`do_sample`, `max_new_tokens`) are ignored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Parses the header of a GGUF file: metadata, and where each tensor lies. All is checked against the file's size.
+"""Parses the header of a GGUF file: metadata, and the place of each tensor. All is checked against the file's size.
 
-The header is parsed here rather than by the gguf library's reader, which takes two seconds for the vocabulary
-of a small model, and trusts what it reads.
+The header is parsed here rather than by the gguf library's reader, which takes two seconds for the vocabulary of a
+small model, and trusts the file.
 
 Rules: no count, length or offset of the file is used before it is known to lie inside of the file and below a bound; a
 refusal names the field or tensor.
@@ -24,7 +24,7 @@ _STRING, _ARRAY = 8, 9
 _ALIGNMENT_DEFAULT = 32
 _LENGTH = struct.Struct("<Q")
 
-# Bounds of a header, each far above that of any model: what they admit is read in seconds and a few hundred MB.
+# Bounds of a header, each far above that of any model: within them a header is read in seconds and a few hundred MB.
 STRING_BYTES_MAX = 16 << 20
 HEADER_BYTES_MAX = 256 << 20
 ITEMS_MAX = 1 << 22

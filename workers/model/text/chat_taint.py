@@ -1,4 +1,4 @@
-"""Keeps what users write from being read as control tokens of a chat template.
+"""Keeps users' text from being read as control tokens of a chat template.
 
 A control token (`<|im_end|>`) in a message would end the message, and let its author speak as the system.
 So user text is rendered with the *first characters* of all control tokens replaced by characters of a
@@ -43,9 +43,8 @@ def render_pieces(
     everywhere = str.maketrans(stand_ins)
     tainted = render(_mapped(messages, lambda value: value.translate(everywhere)))
     if tainted.translate(back) != plain:
-        # The template looks into the messages (for `</think>`, say): then only what may be part of a
-        # control token is replaced, which is every first character of a whole one, or of one cut off at the
-        # end of a string.
+        # The template looks into the messages (for `</think>`, say): then only possible parts of a control token are
+        # replaced, which is every first character of a whole one, or of one cut off at the end of a string.
         whole = re.compile("(?=" + "|".join(map(re.escape, control)) + ")")
         tainted = render(_mapped(messages, lambda value: _narrow(value, control, whole, stand_ins)))
     return [(piece.translate(back), special) for piece, special in split_control(tainted, control)]

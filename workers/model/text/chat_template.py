@@ -46,7 +46,7 @@ class ChatTemplateSlow(ChatTemplateError):
 
 
 class ChatTemplate:
-    """One compiled template. `specials` are what templates call `bos_token` and `eos_token`.
+    """One compiled template. `specials` are the values of `bos_token` and `eos_token` in templates.
 
     Raises `ModelBroken` for one that cannot be compiled, or does not end for the shortest of chats.
     """

@@ -96,7 +96,7 @@ def _flat(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def token_bytes(
     tokenizer: tokenizers.Tokenizer, control_ids: frozenset[int]
 ) -> tuple[list[bytes], TextStart]:
-    """The bytes of every token, by id, and what the beginning of a text loses of them.
+    """The bytes of every token, by id, and the bytes that a text loses at its beginning.
 
     Raises `ModelUnsupported`.
     """
@@ -121,7 +121,7 @@ def token_bytes(
 
 
 class TokenBytes(Protocol):
-    """The bytes of each token, and what the first ones lose; `Tokenizer` has them."""
+    """The bytes of each token, and the bytes that the first ones lose; `Tokenizer` has them."""
 
     text_start: TextStart
 
@@ -129,8 +129,7 @@ class TokenBytes(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Text of a growing sequence of tokens. What `push` and `flush` return, joined, is `decode` of all
-    ids.
+    """Text of a growing sequence of tokens. The results of `push` and `flush`, joined, are `decode` of all ids.
 
     A character whose bytes come with several tokens is held back until the last of them, so O(1) a token.
     """
@@ -156,7 +155,7 @@ class IncrementalDetokenizer:
         return self._decoder.decode(b"", final=True)
 
     def _begun(self, raw: bytes) -> bytes:
-        """The bytes of one token, without what the beginning of the text loses."""
+        """The bytes of one token, without those that the beginning of the text loses."""
         if raw and self._dropped:
             raw, self._dropped = raw.replace(self._dropped, b""), b""
         strip = self._tokenizer.text_start.strip

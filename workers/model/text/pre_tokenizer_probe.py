@@ -74,7 +74,7 @@ def _try(built: tokenizers.Tokenizer, character: str, end: str, patterns: list[s
         try:
             took = _cpu_seconds(built, character * length + end)
             if SECONDS_MAX < took < _SURELY_SLOW_S:
-                # A machine that shares its processor counts as ours what another machine took of it.
+                # A machine that shares its processor counts another machine's time as ours.
                 took = min(took, _cpu_seconds(built, character * length + end))
         except (ModelError, KeyboardInterrupt, SystemExit, MemoryError):
             raise

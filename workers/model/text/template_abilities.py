@@ -1,7 +1,7 @@
 """Abilities of a chat template with tools: found once, when it is loaded, by rendering chats made for it.
 
-Templates differ in what they take: earlier calls or none, their arguments as an object or as the JSON text of one, no
-content as an empty text or as null, a system message or none. A request fails by none of that.
+Templates differ: they take earlier calls or none, arguments as an object or as the JSON text of one, no content as an
+empty text or as null, a system message or none. A request fails by none of that.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Abilities:
 def abilities_of(template: ChatTemplate) -> Abilities:
     system = _rendered(template, [{"role": "system", "content": _SYSTEM}, _USER])
     takes_system = _SYSTEM in system
-    # An object is what most want. Of those that print any, it would be in Python's words.
+    # Most templates want an object. Those that print any value would print it in Python's words.
     fallback: Abilities | None = None
     if "tool_calls" in template.source:
         for content_null in (False, True):

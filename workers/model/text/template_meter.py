@@ -1,4 +1,4 @@
-"""Counts what rendering a chat template costs: steps, characters made, time. See `template_sandbox`."""
+"""Counts the cost of rendering a chat template: steps, characters made, time. See `template_sandbox`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TemplateRefusal(Exception):
 
 
 class Meter:
-    """Bounds of one rendering. `given`: size of what the template is given; `seconds_max`: CPU time of this thread."""
+    """Bounds of one rendering. `given`: size of the template's inputs; `seconds_max`: CPU time of this thread."""
 
     def __init__(self, given: int, seconds_max: float) -> None:
         self._steps = self._made = 0

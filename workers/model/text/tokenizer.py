@@ -101,9 +101,9 @@ class Tokenizer:
         return any("</think>" in each.source for each in (self._template, self._tool_template))
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """`add_special` adds what the model puts around every text (a begin token, for some).
+        """`add_special` adds the model's tokens around every text (a begin token, for some).
 
-        With `parse_special` control tokens in `text` are recognised: never set it for what a user wrote.
+        With `parse_special` control tokens in `text` are recognised: never set it for a user's text.
 
         Raises `TextNotEncoded`.
         """
@@ -176,7 +176,7 @@ class Tokenizer:
             )
             return _cut_at_mark(text, told[-1]["content"]) if continue_final else text
 
-        # What users write in tools is theirs as much as what they write in messages.
+        # Users' text in tools is theirs as much as their text in messages.
         pieces = render_pieces([*plain, {"tools": tools}], control, render)
         text = "".join(piece for piece, _ in pieces)
         if split_control(text, control) == pieces:

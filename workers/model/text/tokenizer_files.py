@@ -1,7 +1,7 @@
 """Builds the tokenizer of a model from its files: a GGUF's metadata, or a Hugging Face directory.
 
-A `tokenizers.Tokenizer` recognises control tokens in any text it is given. Two are built, therefore:
-one for templates, which does, and one for what users write, which does not.
+A `tokenizers.Tokenizer` recognises control tokens in any text it is given. Two are built, therefore: one for templates,
+which does, and one for users' text, which does not.
 """
 
 from __future__ import annotations
@@ -182,9 +182,7 @@ def _gguf_template(fields: Fields, name: str) -> str | None:
 
 
 def _gguf_around(fields: Fields, names: list[str], *, begins: bool) -> processors.TemplateProcessing:
-    """Puts the tokens around every text that the file asks for. `begins`: what llama.cpp takes for `add_bos_token`
-    where the file is silent.
-    """
+    """Puts the tokens around every text that the file asks for. `begins`: llama.cpp's default for `add_bos_token`."""
     template, specials = ["$A"], []
     for side, default in (("bos", begins), ("eos", False)):
         ids = fields.token_ids(f"tokenizer.ggml.{side}_token_id", len(names))
@@ -264,7 +262,7 @@ def _from_json(text: str) -> tokenizers.Tokenizer:
 
 
 def _add_tokens(built: tokenizers.Tokenizer, settings: dict[str, Any], named: list[str]) -> bool:
-    """Adds what tokenizer_config.json has of added tokens and tokenizer.json has not; whether there was any.
+    """Adds added tokens that tokenizer_config.json has and tokenizer.json has not; whether there was any.
 
     `named`: tokens with a role (`bos_token`), control tokens wherever the vocabulary has them. Raises `ModelBroken`.
     """
