@@ -22,7 +22,7 @@ CLOCK_STEP_NS_MAX = 60 * SECOND_NS
 MOVE_ANSWER_NS = 300 * SECOND_NS
 #: Of the last prefills, steps and answers: more are steadier, fewer follow a change of the machine's speed sooner.
 CORRECTION_WINDOW = 15
-#: Percentage of the measured time of attention elsewhere. On a busy machine it is several times that.
+#: A place is slow at this percentage of its measured time. On a busy machine a healthy one takes several times it.
 SLOW_PLACE_PERCENT = 1_000
 
 

@@ -214,7 +214,7 @@ def joined(items: Sequence[Slice]) -> list[Slice]:
 
 
 async def in_thread(executor: Executor, work: Callable[[], T], cancellation: Cancellation) -> T:
-    """Runs `work` in `executor`. When cancelled, has it stop and waits for that, so that nothing is touched afterwards."""
+    """Runs `work` in `executor`. When cancelled, stops it and waits for its end: nothing is touched afterwards."""
     future = asyncio.get_running_loop().run_in_executor(executor, work)
     try:
         return await asyncio.shield(future)

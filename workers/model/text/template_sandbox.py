@@ -40,7 +40,7 @@ _FORMAT_CHARACTERS_MAX = 200
 
 
 def _metering(node: nodes.Node) -> nodes.Node:
-    """Sends nodes that Jinja compiles to plain Python through our filters: loops, literals, `~`, slices and the like."""
+    """Sends nodes that Jinja compiles to plain Python (loops, literals, `~`, slices …) through filters of ours."""
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
             setattr(node, name, _metering(value))
