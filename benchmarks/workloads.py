@@ -6,20 +6,25 @@ model busy at speed 1. `seed` draws them, and says which half of the conversatio
 
 Sources: the sessions are those of github.com/callanjfox/kv-cache-tester (Apache-2.0), see benchmarks/traces/README.md;
 the conversation trace is Mooncake's (FAST'25).
+
+    python benchmarks/workloads.py KIND [SEED]      the arrivals as a trace, which `halfmoon simulate` and `bench` read
 """
 
 from __future__ import annotations
 
+import argparse
 import io
+import json
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import zstandard
 
 from halfmoon.conductor.simulation.trace import Arrival, ordered, read_trace
-from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.schemas.numbers import MS_NS, SECOND_NS
 from halfmoon.schemas.types import KEY_BYTES
 
 BLOCK = 512
@@ -269,3 +274,37 @@ KINDS: dict[str, Callable[[int], list[Arrival]]] = {
     "agents": agents,
     "bursts": bursts,
 }
+
+
+def rows(arrivals: Sequence[Arrival]) -> Iterator[dict[str, object]]:
+    """The arrivals as a trace's rows. A prompt's last block, where it is no whole one, has an id of its own."""
+    sessions = list[int]()
+    for place, arrival in enumerate(arrivals):
+        sessions.append(sessions[arrival.follows] if arrival.follows >= 0 else place)
+        keys = arrival.block_keys
+        ids = [int.from_bytes(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+        own = range(len(ids), -(-arrival.prompt_tokens // BLOCK))
+        row = {
+            "timestamp": arrival.at_ns / MS_NS,
+            "input_length": arrival.prompt_tokens,
+            "output_length": arrival.output_tokens,
+            "hash_ids": [*ids, *((place + 1 << 32) + block for block in own)],
+        }
+        if arrival.follows >= 0:
+            row |= {"think_ms": arrival.think_ns / MS_NS}
+        yield row | {"session_id": sessions[place]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=[*KINDS])
+    parser.add_argument("seed", type=int, nargs="?", default=1)
+    args = parser.parse_args()
+    for row in rows(KINDS[args.kind](args.seed)):
+        sys.stdout.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main()

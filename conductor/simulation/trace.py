@@ -217,6 +217,27 @@ def ordered(arrivals: Sequence[Arrival]) -> list[Arrival]:
     ]
 
 
+def first_sessions(arrivals: Sequence[Arrival], sessions: int, turns: int = 0) -> list[Arrival]:
+    """The first so many sessions, of each the first so many turns (0: all). Whoever follows nobody begins a session."""
+    #: Of each arrival, its session and how many turns come before it.
+    found: list[tuple[int, int]] = []
+    kept: dict[int, int] = {}
+    begun = 0
+    for place, arrival in enumerate(arrivals):
+        if arrival.follows >= 0:
+            session, before = found[arrival.follows]
+            found.append((session, before + 1))
+        else:
+            found.append((begun, 0))
+            begun += 1
+        if found[-1][0] < sessions and not 0 < turns <= found[-1][1]:
+            kept[place] = len(kept)
+    return [
+        msgspec.structs.replace(arrivals[place], follows=kept.get(arrivals[place].follows, -1))
+        for place in kept
+    ]
+
+
 def reuse(path: str | Path, pool_tokens: int = 0) -> float:
     """Share of all prompt tokens that one cache would hold, of `pool_tokens` under LRU, or of any size (0).
 
