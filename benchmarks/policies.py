@@ -4,6 +4,8 @@
 and p90, of each policy, meaned over the seeds, which draw the workload. `behind` is how far the policy in question is
 behind the best of the others, in percent (negative: ahead), in the mean and at p90.
 
+In a closed loop a turn of a session waits for the answer before it: only kinds with sessions are run.
+
 A run is of one process; as many run side by side as there are cores, which changes no figure.
 """
 
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple, get_args
 
 from clusters import finish, parsed, parser
 
-from benchmarks.workloads import KINDS
+from benchmarks.workloads import KINDS, SESSIONS_KINDS
 from halfmoon.conductor.simulation.options import RunOptions
 from halfmoon.conductor.simulation.profiles import PROFILES
 from halfmoon.conductor.simulation.simulate import simulate
@@ -42,6 +44,7 @@ class Run(NamedTuple):
     policy: PolicyName
     group: int
     requests: int
+    closed_loop: bool
 
 
 class Measured(NamedTuple):
@@ -65,7 +68,7 @@ def measure(run: Run) -> Measured:
         ClusterShape(prefill=WORKERS, decode=WORKERS, block_tokens=512),
         Policy(name=run.policy, admission="none", prefill_group=run.group).present(),
         PROFILES[PROFILE],
-        RunOptions(speed=run.speed),
+        RunOptions(speed=run.speed, closed_loop=run.closed_loop),
     )
     return Measured(report.ttft_ms.mean, report.ttft_ms.p90, report.prefill_busy, report.token_reuse)
 
@@ -115,10 +118,21 @@ def main() -> None:
     options.add_argument("--rivals", nargs="+", choices=get_args(PolicyName), default=[*RIVALS])
     options.add_argument("--prefill-group", type=int, default=1, help="of the policy in question")
     options.add_argument("--requests", type=int, default=0, help="only the first so many of each workload")
+    options.add_argument("--closed-loop", action="store_true", help="turns wait for the answers before them")
     args = parsed(options, kinds=["chat", "agents"], speeds=[1.0], seeds=[1], requests=200)
+    if args.closed_loop:
+        args.kinds = [kind for kind in args.kinds if kind in SESSIONS_KINDS]
     rivals = [name for name in args.rivals if name != args.policy]
     runs = [
-        Run(kind, speed, seed, name, args.prefill_group if name == args.policy else 1, args.requests)
+        Run(
+            kind,
+            speed,
+            seed,
+            name,
+            args.prefill_group if name == args.policy else 1,
+            args.requests,
+            args.closed_loop,
+        )
         for kind, seed, speed, name in product(args.kinds, args.seeds, args.speeds, [args.policy, *rivals])
     ]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -127,6 +141,7 @@ def main() -> None:
     result = {
         "policy": args.policy,
         "prefill_group": args.prefill_group,
+        "closed_loop": args.closed_loop,
         "profile": PROFILE,
         "workers": [WORKERS, WORKERS],
         "seeds": args.seeds,

@@ -41,7 +41,7 @@ from halfmoon.cli.bench.clients import NatsTarget, Record
 from halfmoon.cli.bench.driver import Driver, Limits
 from halfmoon.cli.bench.report import intervals
 from halfmoon.cli.bench.workload import DrawnLoad, Lengths, Texts
-from halfmoon.cli.policy import conductor_status
+from halfmoon.cli.operator.policy import conductor_status
 from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Prediction, StartMixed, StartPrefill

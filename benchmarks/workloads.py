@@ -6,20 +6,25 @@ model busy at speed 1. `seed` draws them, and says which half of the conversatio
 
 Sources: the sessions are those of github.com/callanjfox/kv-cache-tester (Apache-2.0), see benchmarks/traces/README.md;
 the conversation trace is Mooncake's (FAST'25).
+
+    python benchmarks/workloads.py KIND [SEED]      the arrivals as a trace, which `halfmoon simulate` and `bench` read
 """
 
 from __future__ import annotations
 
+import argparse
 import io
+import json
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import zstandard
 
-from halfmoon.conductor.simulation.trace import Arrival, read_trace
-from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.conductor.simulation.trace import Arrival, ordered, read_trace
+from halfmoon.schemas.numbers import MS_NS, SECOND_NS
 from halfmoon.schemas.types import KEY_BYTES
 
 BLOCK = 512
@@ -55,6 +60,8 @@ class _Turn(msgspec.Struct):
     ids: list[tuple[int, int]] | None = None
     tokens: int = msgspec.field(name="in", default=0)
     out: int = 0
+    #: Seconds until its answer was whole.
+    api: float = 0.0
 
 
 class _Session(msgspec.Struct):
@@ -72,7 +79,7 @@ def recorded_agents(seed: int, sessions: int = 150, length_s: float = 7_200.0) -
     draw.shuffle(drawn)
     texts, made = Texts(), list[Arrival]()
     for number, session in enumerate(drawn[:sessions]):
-        begun_s = draw.random() * length_s
+        begun_s, last, ended_s = draw.random() * length_s, -1, 0.0
         for turn, at_s in _turns(session):
             if begun_s + at_s > length_s:
                 break
@@ -87,9 +94,12 @@ def recorded_agents(seed: int, sessions: int = 150, length_s: float = 7_200.0) -
                     output_tokens=turn.out,
                     block_keys=b"".join(keys),
                     max_tokens=max(2_048, turn.out),
+                    follows=last,
+                    think_ns=_think_ns(at_s - ended_s) if last >= 0 else 0,
                 )
             )
-    return _in_order(made)
+            last, ended_s = len(made) - 1, at_s + turn.api
+    return ordered(made)
 
 
 def _turns(session: _Session) -> Iterator[tuple[_Turn, float]]:
@@ -113,7 +123,7 @@ def conversation(seed: int) -> list[Arrival]:
     arrivals = read_trace(TRACES / "conversation_trace.jsonl.zst")
     half = len(arrivals) // 2
     part = arrivals[half:] if seed % 2 else arrivals[:half]
-    return _in_order([msgspec.structs.replace(one, at_ns=one.at_ns - part[0].at_ns) for one in part])
+    return ordered([msgspec.structs.replace(one, at_ns=one.at_ns - part[0].at_ns) for one in part])
 
 
 # --- drawn --------------------------------------------------------------------------------------------------
@@ -125,15 +135,16 @@ def chat(seed: int, texts: Texts | None = None) -> list[Arrival]:
     """
     draw, texts, made = random.Random(seed), texts or Texts(), list[Arrival]()
     for number, begun_s in enumerate(_poisson(draw, 12.0, 200)):
-        tokens, at_s = 1_536, begun_s
+        tokens, at_s, last, think_s = 1_536, begun_s, -1, 0.0
         for _ in range(1 + int(draw.expovariate(1 / 5))):
             tokens += 20 + int(draw.lognormvariate(5.0, 1.2))
             answer = 1 + min(2_000, int(draw.lognormvariate(5.5, 0.8)))
             keys = texts.chain("system", 1_536) + texts.chain(number, tokens, first=3)
-            made.append(_arrival(at_s, tokens, answer, keys))
+            made.append(_arrival(at_s, tokens, answer, keys, follows=last, think_s=think_s))
             tokens += answer
-            at_s += answer * 0.03 + draw.expovariate(1 / 45)
-    return _in_order(made)
+            last, think_s = len(made) - 1, draw.expovariate(1 / 45)
+            at_s += answer * 0.03 + think_s
+    return ordered(made)
 
 
 def retrieval(seed: int) -> list[Arrival]:
@@ -151,7 +162,7 @@ def retrieval(seed: int) -> list[Arrival]:
         tokens += 40 + int(draw.lognormvariate(4.0, 0.7))
         keys += texts.chain(("question", number), tokens, first=len(keys) // KEY_BYTES)
         made.append(_arrival(at_s, tokens, 1 + int(draw.lognormvariate(4.8, 0.7)), keys))
-    return _in_order(made)
+    return ordered(made)
 
 
 def documents(seed: int) -> list[Arrival]:
@@ -165,7 +176,7 @@ def documents(seed: int) -> list[Arrival]:
             keys += texts.chain((number, asked), tokens, first=len(keys) // KEY_BYTES)
             made.append(_arrival(at_s, tokens, 1 + int(draw.lognormvariate(5.3, 0.9)), keys))
             at_s += 10 + draw.expovariate(1 / 40)
-    return _in_order(made)
+    return ordered(made)
 
 
 def templates(seed: int) -> list[Arrival]:
@@ -178,7 +189,7 @@ def templates(seed: int) -> list[Arrival]:
         keys = texts.chain(("template", template), length)
         keys += texts.chain(number, tokens, first=len(keys) // KEY_BYTES)
         made.append(_arrival(at_s, tokens, 1 + int(draw.lognormvariate(4.0, 0.6)), keys))
-    return _in_order(made)
+    return ordered(made)
 
 
 def agents(seed: int) -> list[Arrival]:
@@ -188,6 +199,7 @@ def agents(seed: int) -> list[Arrival]:
         tools = draw.randrange(40)
         head = 4_096 + BLOCK * (tools % 24)
         tokens, at_s, fork, forked = head, begun_s, 0, head
+        last, think_s = -1, 0.0
         for turn in range(1 + int(draw.expovariate(1 / 12))):
             tokens += 16 + int(draw.lognormvariate(6.8, 1.2))
             if tokens > LONGEST:
@@ -196,18 +208,22 @@ def agents(seed: int) -> list[Arrival]:
             keys += texts.chain((number, 0), min(tokens, forked), first=len(keys) // KEY_BYTES)
             keys += texts.chain((number, fork), tokens, first=len(keys) // KEY_BYTES)
             answer = 1 + min(2_000, int(draw.lognormvariate(4.8, 0.9)))
-            made.append(_arrival(at_s, tokens, answer, keys))
+            made.append(_arrival(at_s, tokens, answer, keys, follows=last, think_s=think_s))
             if fork == 0 and draw.random() < 0.08:
                 fork, forked = turn + 1, tokens
             tokens += answer
-            at_s += answer * 0.03 + draw.lognormvariate(1.0, 1.4)
-    return _in_order(made)
+            last, think_s = len(made) - 1, draw.lognormvariate(1.0, 1.4)
+            at_s += answer * 0.03 + think_s
+    return ordered(made)
 
 
 def bursts(seed: int) -> list[Arrival]:
     """Chats, and each few minutes a batch of up to a hundred prompts about one text, all within ten seconds."""
     draw, texts = random.Random(seed), Texts()
-    made = [one for one in chat(seed + 1_000, texts) if draw.random() < 0.3]
+    # A part of each conversation: who is left waits for nobody.
+    made = [
+        msgspec.structs.replace(one, follows=-1) for one in chat(seed + 1_000, texts) if draw.random() < 0.3
+    ]
     for number, begun_s in enumerate(_poisson(draw, 1 / 20, 500)):
         length = BLOCK * draw.randint(8, 48)
         for one in range(draw.randint(20, 100)):
@@ -216,7 +232,7 @@ def bursts(seed: int) -> list[Arrival]:
             keys += texts.chain((number, one), tokens, first=len(keys) // KEY_BYTES)
             at_s = begun_s + draw.random() * 10
             made.append(_arrival(at_s, tokens, 1 + int(draw.lognormvariate(5.0, 0.6)), keys))
-    return _in_order(made)
+    return ordered(made)
 
 
 def _poisson(draw: random.Random, rate: float, length_s: float) -> Iterator[float]:
@@ -227,19 +243,27 @@ def _poisson(draw: random.Random, rate: float, length_s: float) -> Iterator[floa
         at_s += draw.expovariate(rate)
 
 
-def _arrival(at_s: float, tokens: int, answer: int, keys: bytes) -> Arrival:
+def _arrival(
+    at_s: float, tokens: int, answer: int, keys: bytes, *, follows: int = -1, think_s: float = 0.0
+) -> Arrival:
+    """`follows`, `think_s`: in a closed loop, of the turn before."""
     return Arrival(
-        at_ns=int(at_s * SECOND_NS), prompt_tokens=tokens, output_tokens=min(answer, 2_000), block_keys=keys
+        at_ns=int(at_s * SECOND_NS),
+        prompt_tokens=tokens,
+        output_tokens=min(answer, 2_000),
+        block_keys=keys,
+        follows=follows,
+        think_ns=_think_ns(think_s),
     )
 
 
-def _in_order(made: list[Arrival]) -> list[Arrival]:
-    """By time, from zero on."""
-    made.sort(key=lambda one: one.at_ns)
-    first_ns = made[0].at_ns
-    return [msgspec.structs.replace(one, at_ns=one.at_ns - first_ns) for one in made]
+def _think_ns(seconds: float) -> int:
+    """A recorded turn may begin before the answer to the one before it is whole."""
+    return int(max(0.0, seconds) * SECOND_NS)
 
 
+#: Those of sessions, whose turns wait in a closed loop for the answers before them.
+SESSIONS_KINDS = ("recorded agents", "chat", "agents")
 KINDS: dict[str, Callable[[int], list[Arrival]]] = {
     "recorded agents": recorded_agents,
     "conversation": conversation,
@@ -250,3 +274,37 @@ KINDS: dict[str, Callable[[int], list[Arrival]]] = {
     "agents": agents,
     "bursts": bursts,
 }
+
+
+def rows(arrivals: Sequence[Arrival]) -> Iterator[dict[str, object]]:
+    """The arrivals as a trace's rows. A prompt's last block, where it is no whole one, has an id of its own."""
+    sessions = list[int]()
+    for place, arrival in enumerate(arrivals):
+        sessions.append(sessions[arrival.follows] if arrival.follows >= 0 else place)
+        keys = arrival.block_keys
+        ids = [int.from_bytes(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+        own = range(len(ids), -(-arrival.prompt_tokens // BLOCK))
+        row = {
+            "timestamp": arrival.at_ns / MS_NS,
+            "input_length": arrival.prompt_tokens,
+            "output_length": arrival.output_tokens,
+            "hash_ids": [*ids, *((place + 1 << 32) + block for block in own)],
+        }
+        if arrival.follows >= 0:
+            row |= {"think_ms": arrival.think_ns / MS_NS}
+        yield row | {"session_id": sessions[place]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=[*KINDS])
+    parser.add_argument("seed", type=int, nargs="?", default=1)
+    args = parser.parse_args()
+    for row in rows(KINDS[args.kind](args.seed)):
+        sys.stdout.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main()

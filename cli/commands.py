@@ -45,7 +45,7 @@ COMMANDS = (
         "size", "halfmoon.cli.simulation.size", "the fewest prefill and decode workers that hold a trace"
     ),
     Command("experiments", "halfmoon.cli.simulation.experiments", "reproduce the papers' tables and plots"),
-    Command("policy", "halfmoon.cli.policy", "show or change the conductors' policy"),
+    Command("policy", "halfmoon.cli.operator.policy", "show or change the conductors' policy"),
     Command("profile", "halfmoon.cli.profile", "measure this machine's cost coefficients"),
     Command(
         "secrets", "halfmoon.cli.secrets", "certificates, credentials and keys of a cluster of containers"
@@ -53,8 +53,10 @@ COMMANDS = (
     Command(
         "container", "halfmoon.cli.container", "a role's process in a container, under the first free name"
     ),
-    Command("role", "halfmoon.cli.role", "let a prefill worker become a decode worker, or the reverse"),
-    Command("drain", "halfmoon.cli.drain", "let a node's store leave, its blocks kept"),
+    Command(
+        "role", "halfmoon.cli.operator.role", "let a prefill worker become a decode worker, or the reverse"
+    ),
+    Command("drain", "halfmoon.cli.operator.drain", "let a node's store leave, its blocks kept"),
     Command("audit", "halfmoon.cli.audit.command", "compute cached blocks again, and compare their bits"),
     Command(
         "conductor",

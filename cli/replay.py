@@ -11,8 +11,8 @@ from typing import get_args
 
 import msgspec
 
+from halfmoon.cli.operator.policy import changed
 from halfmoon.cli.options import OptionInvalid, add_config, read_option_file
-from halfmoon.cli.policy import changed
 from halfmoon.conductor.core.placement.policies import installed
 from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.plugins import failed, install_plugins

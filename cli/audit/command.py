@@ -18,8 +18,8 @@ import orjson
 from halfmoon.cli import model as models
 from halfmoon.cli.audit.cached_blocks import Chain, in_computing_order, read_events
 from halfmoon.cli.declared import add_options
+from halfmoon.cli.operator.policy import operator_bus
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config
-from halfmoon.cli.policy import operator_bus
 from halfmoon.cli.shared_options import ModelOptions
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.client import StoreClient

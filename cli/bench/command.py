@@ -30,7 +30,7 @@ from halfmoon.cli.bench.workload import (
     traced,
 )
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config
-from halfmoon.conductor.simulation.trace import TRACE_BLOCK_TOKENS, read_trace
+from halfmoon.conductor.simulation.trace import TRACE_BLOCK_TOKENS, first_sessions, read_trace
 
 PROGRESS_S = 0.5
 REQUESTS = 100
@@ -48,6 +48,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scale", type=int, default=0, help="divide its lengths (0: till the longest fits the context)"
     )
+    group.add_argument(
+        "--sessions",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the trace's first N sessions in a closed loop: a turn comes after the answer before it, and its pause",
+    )
+    group.add_argument("--turns", type=int, default=0, help="of each session, the first so many (0: all)")
     group.add_argument("--rate", type=float, default=0.0, help="requests a second")
     group.add_argument("--arrivals", choices=("poisson", "constant"), default="poisson", help="of --rate")
     group.add_argument(
@@ -135,7 +143,13 @@ def _check(args: argparse.Namespace) -> None:
     """Raises OptionInvalid."""
     if args.trace and args.rate:
         raise OptionInvalid("--trace and --rate: one of them says when requests come")
+    if args.sessions and not args.trace:
+        raise OptionInvalid("--sessions: of a trace, which --trace names")
+    if args.turns and not args.sessions:
+        raise OptionInvalid("--turns: of sessions, which --sessions asks for")
     for option, least, most in (
+        ("sessions", 0, 10**9),
+        ("turns", 0, 10**9),
         ("speed", 1e-6, 1e6),
         ("timeout", 0.001, 1e6),
         ("rate", 0, 1e6),
@@ -165,6 +179,7 @@ def limits_of(args: argparse.Namespace) -> Limits:
         warmup=args.warmup,
         duration_s=args.duration,
         timeout_s=args.timeout,
+        sessions=bool(args.sessions),
     )
 
 
@@ -203,6 +218,10 @@ def planned(args: argparse.Namespace, model: Model) -> tuple[Iterator[Planned], 
         ]
         return drawn.requests(), about
     arrivals = read_trace(args.trace)
+    if args.sessions:
+        arrivals = first_sessions(arrivals, args.sessions, args.turns)
+        if all(arrival.follows < 0 for arrival in arrivals):
+            raise OptionInvalid(f"--sessions: no request of {args.trace} has session_id and think_ms")
     if limits.requests:
         arrivals = arrivals[: limits.warmup + limits.requests]
     if len(arrivals) <= args.warmup:
@@ -212,12 +231,14 @@ def planned(args: argparse.Namespace, model: Model) -> tuple[Iterator[Planned], 
     short = cut_short(arrivals, scale=scale, context=model.context)
     block = TRACE_BLOCK_TOKENS // scale
     about |= {"load": "trace", "trace": args.trace, "speed": args.speed, "scale": scale, "cut_short": short}
+    sessions = f"{args.sessions} sessions of " if args.sessions else ""
     about["notes"] = [
-        f"{model.name}, {args.trace} at speed {args.speed:g}; seed {seed}",
+        f"{model.name}, {sessions}{args.trace} at speed {args.speed:g}; seed {seed}",
         f"lengths / {scale} (a block of {TRACE_BLOCK_TOKENS} tokens is one of {block}), for a context of "
         f"{model.context} tokens; {short} of {len(arrivals)} requests cut to it",
     ]
-    return traced(arrivals, scale=scale, speed=args.speed, context=model.context), about
+    plan = traced(arrivals, scale=scale, speed=args.speed, context=model.context, closed_loop=limits.sessions)
+    return plan, about
 
 
 async def _watched(driver: Driver, args: argparse.Namespace, total: int) -> bool:

@@ -2,14 +2,15 @@
 
 A request's latency counts from the moment when it was due: one that waits here because the generator is late, or
 because `concurrency` requests are in flight, waits at the cluster's expense, not outside the measurement (no
-coordinated omission). In a closed loop a request is due when a place gets free, so there the cluster sets the pace.
+coordinated omission). In a closed loop a request is due when a place gets free, so there the cluster sets the pace. A
+turn of a session that waits for the answer before it is due when its pause after that answer is over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +35,14 @@ class Limits:
     duration_s: float = 0.0
     #: An answer that is not whole by then has failed.
     timeout_s: float = 300.0
+    #: Some wait for others' answers; then the plan has an end.
+    sessions: bool = False
 
 
 class Driver:
-    """One run. `records` are of all requests in the order of the plan, warm-up included."""
+    """One run. `records` are of all requests in the order in which they were sent, warm-up included: that of the plan,
+    where nobody waits for another's answer.
+    """
 
     def __init__(self, target: Target, texts: Texts, plan: Iterator[Planned], limits: Limits) -> None:
         self.records: list[Record] = []
@@ -49,6 +54,10 @@ class Driver:
         self._limits = limits
         self._places = asyncio.Semaphore(limits.concurrency) if limits.concurrency else None
         self._tasks: set[asyncio.Task[None]] = set()
+        #: By the number of the request whose end they wait for.
+        self._followers: dict[int, list[Planned]] = {}
+        #: Nothing is sent from then on, by the monotonic clock; 0: not known yet, or no such time.
+        self._until_ns = 0
 
     @property
     def counted(self) -> list[Record]:
@@ -66,37 +75,59 @@ class Driver:
         return whole
 
     async def _run(self) -> None:
-        limits = self._limits
         began_ns = time.monotonic_ns() + LEAD_NS
-        until_ns = 0
-        for planned in self._plan:
-            if limits.requests and len(self.records) == limits.warmup + limits.requests:
+        for planned in self._in_time():
+            if self._all_sent():
                 break
             body = self._body(planned)  # before its time has come: making it must not make it late
-            due_ns = began_ns + planned.at_ns
-            if planned.at_ns >= 0:
-                if until_ns and due_ns >= until_ns:
-                    break
-                await _sleep_until(due_ns)
-            if self._places is not None and not await self._place(until_ns):
+            due_ns = began_ns + planned.at_ns if planned.at_ns >= 0 else 0
+            if self._until_ns and due_ns >= self._until_ns:
                 break
-            if planned.at_ns < 0:
-                due_ns = time.monotonic_ns()
-            if limits.duration_s and len(self.records) == limits.warmup:
-                until_ns = due_ns + int(limits.duration_s * 1e9)
-            record = Record(planned=planned, due_ns=due_ns)
-            self.records.append(record)
-            task = asyncio.create_task(self._one(record, body))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        if self._tasks:
+            await _sleep_until(due_ns)
+            if self._places is not None and not await self._place():
+                break
+            self._start(self._one(self._record(planned, due_ns), body))
+        while self._tasks:  # who ends may have followers
             await asyncio.wait(set(self._tasks))
 
-    async def _place(self, until_ns: int) -> bool:
+    def _in_time(self) -> Iterator[Planned]:
+        """Those of the plan that wait for nobody. With sessions it is read to its end first: who waits may be due
+        before some that stand earlier in it.
+        """
+        if not self._limits.sessions:
+            return self._plan
+        first: list[Planned] = []
+        for planned in self._plan:
+            if planned.follows < 0:
+                first.append(planned)
+            else:
+                self._followers.setdefault(planned.follows, []).append(planned)
+        return iter(first)
+
+    def _all_sent(self) -> bool:
+        limits = self._limits
+        return bool(limits.requests) and len(self.records) >= limits.warmup + limits.requests
+
+    def _record(self, planned: Planned, due_ns: int) -> Record:
+        """The one that is sent now. `due_ns` of 0: since a place got free."""
+        due_ns = due_ns or time.monotonic_ns()
+        if self._limits.duration_s and len(self.records) == self._limits.warmup:
+            self._until_ns = due_ns + int(self._limits.duration_s * 1e9)
+        record = Record(planned=planned, due_ns=due_ns)
+        self.records.append(record)
+        return record
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _place(self) -> bool:
         """Wait for a free place; False when time is over first."""
         assert self._places is not None
+        left_s = (self._until_ns - time.monotonic_ns()) / 1e9 if self._until_ns else None
         try:
-            async with asyncio.timeout((until_ns - time.monotonic_ns()) / 1e9 if until_ns else None):
+            async with asyncio.timeout(left_s):
                 await self._places.acquire()
         except TimeoutError:
             return False
@@ -111,6 +142,17 @@ class Driver:
         finally:
             if self._places is not None:
                 self._places.release()
+        for planned in self._followers.pop(record.planned.number, ()):
+            self._start(self._follow(planned, time.monotonic_ns() + planned.think_ns))
+
+    async def _follow(self, planned: Planned, due_ns: int) -> None:
+        body = self._body(planned)
+        if self._until_ns and due_ns >= self._until_ns:
+            return
+        await _sleep_until(due_ns)
+        if self._all_sent() or (self._places is not None and not await self._place()):
+            return
+        await self._one(self._record(planned, due_ns), body)
 
     def _body(self, planned: Planned) -> dict[str, Any]:
         """Answers are as long as planned, and the likeliest tokens."""

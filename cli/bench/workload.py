@@ -35,6 +35,9 @@ class Planned:
     parts: tuple[tuple[bytes, int], ...]
     max_tokens: int
     priority: int = 0
+    #: It is sent `think_ns` after the end of the request of this number, an earlier one; -1: at its time.
+    follows: int = -1
+    think_ns: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -175,8 +178,12 @@ def fitting_scale(arrivals: Sequence[Arrival], context: int) -> int:
     raise OptionInvalid(f"--trace: a context of {context} tokens is too short even at --scale {SCALE_MAX}")
 
 
-def traced(arrivals: Sequence[Arrival], *, scale: int, speed: float, context: int) -> Iterator[Planned]:
-    """The trace's requests, `speed` times as fast; a prompt that is still too long at `scale` is cut at its end."""
+def traced(
+    arrivals: Sequence[Arrival], *, scale: int, speed: float, context: int, closed_loop: bool = False
+) -> Iterator[Planned]:
+    """The trace's requests, `speed` times as fast; a prompt that is still too long at `scale` is cut at its end.
+    `closed_loop`: turns wait for the answers before them.
+    """
     block, first_ns = TRACE_BLOCK_TOKENS // scale, arrivals[0].at_ns
     for number, arrival in enumerate(arrivals):
         prompt, output = _scaled(arrival, scale)
@@ -193,6 +200,8 @@ def traced(arrivals: Sequence[Arrival], *, scale: int, speed: float, context: in
             parts=tuple(parts),
             max_tokens=output,
             priority=arrival.priority,
+            follows=arrival.follows if closed_loop else -1,
+            think_ns=int(arrival.think_ns / speed),
         )
 
 

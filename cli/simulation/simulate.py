@@ -36,6 +36,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speed", type=float, default=1.0, help="how many times as fast the trace is replayed"
     )
+    parser.add_argument(
+        "--closed-loop",
+        action="store_true",
+        help="turns of a session come after the answer before and its pause (think_ms), not at their recorded time",
+    )
     parser.add_argument("--load", action="store_true", help="with --json: load over time as well")
     parser.add_argument("--plot", metavar="DIR", default="", help="write plots into this folder")
     parser.add_argument("--json", action="store_true")
@@ -178,13 +183,18 @@ def simulated(
     run = RunOptions(
         seed=args.seed,
         speed=speed,
+        closed_loop=getattr(args, "closed_loop", False),
         noise_percent=args.noise_percent,
         cost_times=cost_times(args.cost_times),
         slo=Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns),
         progress=progress,
     )
     cluster, profile = cluster or cluster_of(args), load_profile(args.profile)
+    if run.closed_loop and not any(arrival.follows >= 0 for arrival in arrivals):
+        raise OptionInvalid(f"--closed-loop: no request of {args.trace} has session_id and think_ms")
     if (others := _others(args)) is not None:
+        if run.closed_loop:
+            raise OptionInvalid(f"--closed-loop: not with --system {args.system}")
         report: SimulationReport = others.simulated(args, arrivals, cluster, profile, run, outcomes)
         return report
     return simulate(arrivals, cluster, policy, profile, run, outcomes=outcomes)

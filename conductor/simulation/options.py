@@ -17,6 +17,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     #: Arrivals come this many times as fast.
     speed: float = 1.0
+    #: Arrivals that follow another come after its answer, not at their time.
+    closed_loop: bool = False
     noise_percent: int = 0
     #: See `Clock`.
     cost_times: Sequence[tuple[int, float]] = ()

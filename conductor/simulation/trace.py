@@ -2,7 +2,9 @@
 
 The form is Mooncake's: `{"timestamp": ms, "input_length": n, "output_length": m, "hash_ids": [...]}`; an id
 names a block of 512 tokens and all before it, and the last one may be a partial block. Two more are read: without
-`hash_ids` (nothing is shared), and with `session_id`, where a turn begins with the whole session so far.
+`hash_ids` (nothing is shared), and with `session_id`, where a turn begins with the whole session so far. A row with
+`session_id` and `think_ms` waits, in a closed loop, for the answer to the row before it of its session, and then for
+`think_ms`: a tool runs, or a person reads.
 
 Source: Mooncake (FAST'25), section 4, for the form and for the conversation trace.
 """
@@ -52,6 +54,10 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     #: 0: by the policy.
     ttft_slo_ns: int = 0
     tbt_slo_ns: int = 0
+    #: In a closed loop it comes `think_ns` after the end of the arrival at this place of the list, an earlier one, and
+    #: `at_ns` does not count; -1: at `at_ns`.
+    follows: int = -1
+    think_ns: int = 0
 
 
 class _Row(msgspec.Struct):
@@ -61,6 +67,7 @@ class _Row(msgspec.Struct):
     hash_ids: list[int] | None = None
     session_id: str | int | None = None
     priority: int = 0
+    think_ms: float | None = None
 
 
 _decoder = msgspec.json.Decoder(_Row)
@@ -91,6 +98,9 @@ def parse(lines: Iterable[bytes], name: str, block_tokens: int) -> Iterator[Arri
         raise TraceInvalid(f"{name}: blocks of {TRACE_BLOCK_TOKENS} tokens cannot be cut into {block_tokens}")
     last_ms, number, found = 0.0, 0, False
     sessions: dict[str, tuple[int, int]] = {}
+    #: Place of each session's newest row.
+    newest: dict[str, int] = {}
+    place = 0
     numbered = enumerate(lines, 1)
     while True:
         try:
@@ -107,6 +117,9 @@ def parse(lines: Iterable[bytes], name: str, block_tokens: int) -> Iterator[Arri
                 f"{name}:{number}: timestamp {row.timestamp:g} is before {last_ms:g}: not in order"
             )
         last_ms, found = row.timestamp, True
+        session = str(row.session_id)
+        follows = newest.get(session, -1) if row.think_ms is not None else -1
+        newest[session], place = place, place + 1
         yield Arrival(
             at_ns=int(row.timestamp * MS_NS),
             prompt_tokens=row.input_length,
@@ -114,6 +127,8 @@ def parse(lines: Iterable[bytes], name: str, block_tokens: int) -> Iterator[Arri
             max_tokens=max(MAX_TOKENS, row.output_length),
             block_keys=_keys(row, number, block_tokens, sessions),
             priority=row.priority,
+            follows=follows,
+            think_ns=int((row.think_ms or 0) * MS_NS) if follows >= 0 else 0,
         )
     if not found:
         raise TraceInvalid(f"{name}: holds no request")
@@ -129,10 +144,13 @@ def _row(line: bytes, name: str, number: int) -> _Row:
         ("input_length", row.input_length, 1, TOKENS_MAX),
         ("output_length", row.output_length, 1, TOKENS_MAX),
         ("priority", row.priority, -1_000, 1_000),
+        ("think_ms", row.think_ms or 0, 0, 10**14),
     ):
         if not least <= value <= most:
             found = f"{value:g}" if abs(value) < 10**300 else "beyond all numbers"
             raise TraceInvalid(f"{name}:{number}: {field} {found} is not within {least} to {most}")
+    if row.think_ms is not None and row.session_id is None:
+        raise TraceInvalid(f"{name}:{number}: think_ms: there is no session_id whose answer it could follow")
     if row.hash_ids is not None:
         needed = -(-row.input_length // TRACE_BLOCK_TOKENS)
         if len(row.hash_ids) != needed:
@@ -172,10 +190,51 @@ def _chain(name: int, blocks: int) -> bytes:
 
 
 def faster(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
-    """The same requests, `speed` times as fast."""
+    """The same requests, `speed` times as fast; who waits for an answer thinks so much shorter."""
     if speed == 1.0:
         return list(arrivals)
-    return [msgspec.structs.replace(arrival, at_ns=int(arrival.at_ns / speed)) for arrival in arrivals]
+    return [
+        msgspec.structs.replace(
+            arrival, at_ns=int(arrival.at_ns / speed), think_ns=int(arrival.think_ns / speed)
+        )
+        for arrival in arrivals
+    ]
+
+
+def ordered(arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """By time, from zero on. Each still follows whom it followed."""
+    places = sorted(range(len(arrivals)), key=lambda place: arrivals[place].at_ns)
+    now_at = {place: at for at, place in enumerate(places)}
+    first_ns = arrivals[places[0]].at_ns if places else 0
+    return [
+        msgspec.structs.replace(
+            arrivals[place],
+            at_ns=arrivals[place].at_ns - first_ns,
+            follows=now_at.get(arrivals[place].follows, -1),
+        )
+        for place in places
+    ]
+
+
+def first_sessions(arrivals: Sequence[Arrival], sessions: int, turns: int = 0) -> list[Arrival]:
+    """The first so many sessions, of each the first so many turns (0: all). Whoever follows nobody begins a session."""
+    #: Of each arrival, its session and how many turns come before it.
+    found: list[tuple[int, int]] = []
+    kept: dict[int, int] = {}
+    begun = 0
+    for place, arrival in enumerate(arrivals):
+        if arrival.follows >= 0:
+            session, before = found[arrival.follows]
+            found.append((session, before + 1))
+        else:
+            found.append((begun, 0))
+            begun += 1
+        if found[-1][0] < sessions and not 0 < turns <= found[-1][1]:
+            kept[place] = len(kept)
+    return [
+        msgspec.structs.replace(arrivals[place], follows=kept.get(arrivals[place].follows, -1))
+        for place in kept
+    ]
 
 
 def reuse(path: str | Path, pool_tokens: int = 0) -> float:
@@ -207,7 +266,7 @@ def copies(arrivals: Sequence[Arrival], count: int, *, beside: int = 0) -> list[
     """`count` requests: `beside` copies of the trace at once (0: as many as needed), and again when they have ended.
 
     Each copy has texts of its own. Its rate grows with the number of copies beside each other; copy k comes k
-    milliseconds later.
+    milliseconds later. Nobody waits for another's answer.
     """
     beside = beside or -(-count // len(arrivals))
     length_ns = arrivals[-1].at_ns + beside * MS_NS
@@ -224,7 +283,7 @@ def copies(arrivals: Sequence[Arrival], count: int, *, beside: int = 0) -> list[
                 mark = copy.to_bytes(4, "big")
                 keys = b"".join([mark + keys[at + 4 : at + 16] for at in range(0, len(keys), 16)])
             at_ns = turn * length_ns + arrival.at_ns + place % beside * MS_NS
-            made.append(msgspec.structs.replace(arrival, at_ns=at_ns, block_keys=keys))
+            made.append(msgspec.structs.replace(arrival, at_ns=at_ns, block_keys=keys, follows=-1))
             if len(made) == count:
                 break
         turn += 1

@@ -7,7 +7,7 @@ a heartbeat, as live ones do, every ten simulated seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -144,6 +144,9 @@ class World:
         #: Sees every event with its decisions, as `live.run`'s does.
         self.after_step: Callable[[Stamped, list[Decision]], None] | None = None
         self._arrivals: dict[str, Arrival] = {}
+        self._closed_loop = run.closed_loop
+        #: By the request whose end they wait for.
+        self._followers: dict[str, list[tuple[Arrival, str]]] = {}
         self._keys: dict[str, list[bytes]] = {}
         self._digest = blake2b(digest_size=16)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -369,10 +372,18 @@ class World:
         self.open -= 1
         self._keys.pop(request_id, None)
         self._arrivals.pop(request_id, None)
+        for arrival, follower in self._followers.pop(request_id, ()):
+            self.clock.after(arrival.think_ns, self._arrive, arrival, follower)
 
-    def _arrive(self, arrivals: Sequence[Arrival], place: int) -> None:
-        arrival = arrivals[place]
-        request_id = f"r{place}"
+    def _arrive_in_turn(
+        self, coming: Iterator[tuple[Arrival, str]], arrival: Arrival, request_id: str
+    ) -> None:
+        """`coming`: those after it, by time."""
+        if (following := next(coming, None)) is not None:
+            self.clock.at(following[0].at_ns, self._arrive_in_turn, coming, *following)
+        self._arrive(arrival, request_id)
+
+    def _arrive(self, arrival: Arrival, request_id: str) -> None:
         self.open += 1
         self._arrivals[request_id] = arrival
         self.outcomes[request_id] = Outcome(
@@ -380,8 +391,6 @@ class World:
             prompt_tokens=arrival.prompt_tokens,
             output_tokens=arrival.output_tokens,
         )
-        if place + 1 < len(arrivals):
-            self.clock.at(arrivals[place + 1].at_ns, self._arrive, arrivals, place + 1)
         self._append(
             RequestArrived(
                 request_id=request_id,
@@ -408,8 +417,16 @@ class World:
         """Run until every request has ended; False when interrupted before (the results so far are kept)."""
         if not arrivals:
             return True
-        self.clock.at(arrivals[0].at_ns, self._arrive, arrivals, 0)
-        self.clock.at(arrivals[0].at_ns, self._sample, sample_ns)
+        first = list[tuple[Arrival, str]]()
+        for place, arrival in enumerate(arrivals):
+            if self._closed_loop and arrival.follows >= 0:
+                self._followers.setdefault(f"r{arrival.follows}", []).append((arrival, f"r{place}"))
+            else:
+                first.append((arrival, f"r{place}"))
+        coming = iter(first)
+        begin = next(coming)
+        self.clock.at(begin[0].at_ns, self._arrive_in_turn, coming, *begin)
+        self.clock.at(begin[0].at_ns, self._sample, sample_ns)
         step, outcomes, wanted = self.clock.step, self.outcomes, len(arrivals)
         told = 0
         try:

@@ -10,8 +10,8 @@ import pytest
 from conductor_scripts import MS, S
 from live_conductors import CLUSTER, client, conductor, log_of, reach, say
 
+from halfmoon.cli.operator.policy import changed
 from halfmoon.cli.options import OptionInvalid
-from halfmoon.cli.policy import changed
 from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.events import PolicyChanged
 from halfmoon.schemas.policy import Policy
@@ -70,7 +70,7 @@ async def test_without_a_conductor_it_says_so(nats_url: str) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ("speed=3", "policy set speed: there is no such key; the keys are name, admission, "),
+        ("speed=3", "policy set speed: there is no such key; the keys are name, seed, "),
         ("seed", "policy set seed: not of the form KEY=VALUE"),
         ("name=best", "policy set name=best: none of halfmoon, mooncake, "),
         ("seed=-1", "policy set seed=-1: Expected a whole number"),

@@ -12,8 +12,8 @@ import yaml
 from plugin_packages import EXAMPLE, FEWEST_ORDERS, example_package, nothing_installed, package, site_of
 from recorded import HEADER, saved, status_of
 
+from halfmoon.cli.operator.policy import changed
 from halfmoon.cli.options import OptionInvalid
-from halfmoon.cli.policy import changed
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement.policies import PolicyMissing, installed
 from halfmoon.conductor.plugins import failed, install_plugins, policy_title

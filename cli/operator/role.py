@@ -10,8 +10,8 @@ import asyncio
 import time
 
 from halfmoon.bus.connection import Bus
+from halfmoon.cli.operator.policy import STORED_S, conductor_status, operator_bus
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config
-from halfmoon.cli.policy import STORED_S, conductor_status, operator_bus
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import RoleWanted
 from halfmoon.schemas.roles import ELASTIC_ROLES, WORKER_ROLES, WorkerRole

@@ -1,0 +1,1 @@
+"""Commands that change a cluster that runs: its policy, its workers' roles, its stores."""
