@@ -54,8 +54,8 @@ class RunFile:
 def starts(directory: Path) -> bool:
     """Whether the cluster of this state directory is under way, and has no run file yet.
 
-    Linux's list of locks says so. Whoever tried the lock itself would hold it for an instant, and turn away a cluster
-    that starts at that instant.
+    It is read from Linux's list of locks. A process that tried the lock itself would hold it for an instant, and turn
+    away a cluster that starts at that instant.
     """
     try:
         file = (directory / LOCK).stat().st_ino

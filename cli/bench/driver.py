@@ -87,12 +87,13 @@ class Driver:
             if self._places is not None and not await self._place():
                 break
             self._start(self._one(self._record(planned, due_ns), body))
-        while self._tasks:  # who ends may have followers
+        # A request that ends may start its followers.
+        while self._tasks:
             await asyncio.wait(set(self._tasks))
 
     def _in_time(self) -> Iterator[Planned]:
-        """Those of the plan that wait for nobody. With sessions it is read to its end first: who waits may be due
-        before some that stand earlier in it.
+        """Requests of the plan that wait for no other. With sessions the plan is read to its end first: a follower may
+        be due before requests that stand earlier in it.
         """
         if not self._limits.sessions:
             return self._plan

@@ -48,7 +48,7 @@ Figure = Literal["mean", "p50", "p90", "p99"]
 
 
 class NothingToSimulate(ValueError):
-    """The log holds no request, no worker with a KVCache, or a worker that is not simulated; the text names it."""
+    """The log holds no request, no worker with a KVCache, or something that is not simulated; the text names it."""
 
 
 class Recorded(msgspec.Struct, kw_only=True):

@@ -190,7 +190,7 @@ def _chain(name: int, blocks: int) -> bytes:
 
 
 def faster(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
-    """The same requests, `speed` times as fast; who waits for an answer thinks so much shorter."""
+    """The same requests, `speed` times as fast; pauses after answers are as much shorter."""
     if speed == 1.0:
         return list(arrivals)
     return [
@@ -217,7 +217,9 @@ def ordered(arrivals: Sequence[Arrival]) -> list[Arrival]:
 
 
 def first_sessions(arrivals: Sequence[Arrival], sessions: int, turns: int = 0) -> list[Arrival]:
-    """The first so many sessions, of each the first so many turns (0: all). Whoever follows nobody begins a session."""
+    """The first `sessions` sessions, and of each the first `turns` turns (0: all). A request that follows none begins a
+    session.
+    """
     #: Of each arrival, its session and how many turns come before it.
     found: list[tuple[int, int]] = []
     kept: dict[int, int] = {}

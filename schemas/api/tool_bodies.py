@@ -11,7 +11,7 @@ FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`parameters`: a JSON schema of an object. `strict`: told to the template, and no more."""
+    """`parameters`: a JSON schema of an object. `strict`: given to the template, without other effect."""
 
     name: FunctionName
     description: str | None = None

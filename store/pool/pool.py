@@ -22,9 +22,10 @@ Source: Mooncake (FAST'25), section 4; leases and condemned slots are ours.
 # deadline stops a copy that has begun. Hence three guards. Leases and deadlines handle the process that dies, condemned
 # slots the one that is slow, and the fence the one that stood still in the middle of a copy.
 #
-# Turned down: copying through the agent, which alone would own the memory. It would be simple and safe, and every byte
-# would be copied once more. Counting references without a time: a reader that dies would keep its blocks for ever.
-# Parents of blocks in the pool: the order of keys evicts tails first as well.
+# Turned down:
+# - Copying through the agent, which alone would own the memory: simple and safe, and every byte copied once more.
+# - Counting references without a time: a reader that dies would keep its blocks for ever.
+# - Parents of blocks in the pool: the order of keys evicts tails first as well.
 #
 # In doubt: a lease cannot keep a block for a reader that stands still. So readers compare epochs after their copy.
 

@@ -12,8 +12,8 @@ from halfmoon.workers.decode.sequence import DecodeSequence
 #: Most bytes of tokens in one message; a frontend's message of them to its client is up to four times as long, and must
 #: fit too.
 MESSAGE_BYTES_MAX = 128 << 10
-#: Finished orders whose tokens can still be sent again: so many, and fewer where they take more memory than this, which
-#: long prompts and the log probabilities of their tokens do.
+#: Most finished orders whose tokens can still be sent again, and most bytes of them in memory, which long prompts and
+#: the log probabilities of their tokens reach first.
 FINISHED_MAX, FINISHED_BYTES_MAX = 512, 64 << 20
 #: JSON around a delivery, of one token, and of one of its log probabilities: at most.
 _DELIVERY_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 1024, 128, 40

@@ -9,10 +9,10 @@ cancelled.
 Source: Mooncake (FAST'25), section 3 (double check before decode).
 """
 
-# The paper has one sentence on this: KV streams to the decode instance while prefill goes on, and the request joins the
-# batch when all is there. The work is in the word "when". Tokens, KV and first token come from three processes over
-# three paths, in any order, and even before the order itself. So nothing here is a sequence of waits: each arrival is
-# noted, and `_advance` does whatever has become possible.
+# The paper is short on this: KV streams to the decode instance while prefill goes on, and the request joins the batch
+# when all is there. The work is in the word "when". Tokens, KV and first token come from three processes over three
+# paths, in any order, and even before the order itself. So nothing here is a sequence of waits: each arrival is noted,
+# and `_advance` does whatever has become possible.
 #
 # Turned down:
 # - Copying only when all KV is in the pool: the copy of a long prompt would come on top of its prefill.
