@@ -19,7 +19,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import zmq
@@ -34,7 +34,7 @@ from halfmoon.store.pool.guard import PoolGuard
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.segment import Geometry, PoolView, Segment, host_id, segment_name
 from halfmoon.store.pool.slots import Owner
-from halfmoon.store.transports.base import Call, Peer, ServedPool, Slice, Transport
+from halfmoon.store.transports.base import Call, Peer, ServedPool, Slice, Transport, moved_bytes
 from halfmoon.store.transports.shm import ShmTransport
 from halfmoon.store.transports.tcp.transport import TcpTransport
 
@@ -44,6 +44,9 @@ FRAME = MIB
 ENCRYPTION = {"shm": "never", "tcp": "never", "curve": "always"}
 #: Whose order leases the blocks that are read, and whose order has reserved the slots that are written.
 READER, WRITER = Owner("o", "bench"), Owner("w", "bench")
+#: What is in the other end's slots: blocks that are read, blocks that are written, blocks of prompts that nobody else
+#: can find.
+Use = Literal["read", "written", "pushed"]
 
 
 class Contender(Protocol):
@@ -97,10 +100,10 @@ class Memcpy:
 class OtherProcess:
     """A child that serves, and says its CPU seconds when asked."""
 
-    def __init__(self, kind: str, *, small: bool = False, reserves: bool = False) -> None:
+    def __init__(self, kind: str, shape: Layout | None = None, use: Use = "read") -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        arguments = (kind, small, reserves, theirs)
+        arguments = (kind, shape or layout(False), use, theirs)
         self._process = context.Process(target=their_side, args=arguments, daemon=True)
         self._process.start()
 
@@ -158,10 +161,20 @@ class Ours:
 
     def __init__(self, kind: str, *, small: bool = False, writing: bool = False) -> None:
         self.name = f"{kind}_{'write' if writing else 'get'}{'_4kib' if small else ''}"
-        self._other = OtherProcess(kind, small=small, reserves=writing)
+        self._connect(kind, layout(small), "written" if writing else "read")
+        geometry = self._peer.geometry
+        slots = range(1) if small else range(geometry.slots)
+        layers = 1 if small else geometry.layers
+        self._items = [Slice(slot, slot, layer, 1) for layer in range(layers) for slot in slots]
+        self.size = moved_bytes(self._items, geometry.layer_block_bytes)
+        self._checked = small
+
+    def _connect(self, kind: str, shape: Layout, use: Use) -> None:
+        self._other = OtherProcess(kind, shape, use)
         hello: Hello = self._other.pipe.recv()
-        self._end = End(kind, "mine", small)
-        if writing:
+        self._end = End(kind, "mine", shape)
+        self._writing = use != "read"
+        if self._writing:
             self._end.view.blocks[:] = noise(self._end.view.blocks.shape)
         if self._end.tcp is not None:
             self._end.tcp.admit(hello)
@@ -171,15 +184,9 @@ class Ours:
         self._peer = Peer(
             hello.node_id, hello.incarnation, hello.host, hello.segment, geometry, tuple(hello.endpoints)
         )
-        slots = range(1) if small else range(hello.slots)
-        layers = 1 if small else geometry.layers
-        self._items = [Slice(slot, slot, layer, 1) for layer in range(layers) for slot in slots]
-        self.size = len(self._items) * geometry.layer_block_bytes
-        self._move = self._end.transport.write if writing else self._end.transport.read
-        self._order = WRITER if writing else READER
+        self._move = self._end.transport.write if self._writing else self._end.transport.read
+        self._order = WRITER if self._writing else READER
         self._runner = asyncio.Runner(loop_factory=_loop)
-        self._writing = writing
-        self._checked = small
 
     def go(self) -> tuple[float, float]:
         before = self._other.cpu_s()
@@ -209,6 +216,39 @@ class Ours:
         self._runner.close()
         self._end.segment.close()
         self._other.close()
+
+
+class Push(Ours):
+    """The KV of a prompt of the built-in model, a layer at a time, as an order's push has it while it is computed.
+    `whole`: with all of the block that it ends in, as an agent is sent it that does not take parts.
+    """
+
+    def __init__(self, kind: str, tokens: int, *, whole: bool) -> None:
+        self.name = f"{kind}_push_{tokens}{'_whole' if whole else ''}"
+        shape = Layout(
+            model="bench",
+            model_fingerprint="bench",
+            layers=30,
+            kv_heads=3,
+            head_dim=64,
+            block_tokens=256,
+            dtype="float32",
+        )
+        self._connect(kind, shape, "pushed")
+        last, filled = divmod(tokens, shape.block_tokens)
+        fill = {} if whole else {last: filled * shape.token_layer_bytes // 2}
+        blocks, layers = range(shape.blocks(tokens)), range(shape.layers)
+        self._layers = [[Slice(i, i, layer, 1, fill.get(i, 0)) for i in blocks] for layer in layers]
+        self.size = sum(moved_bytes(items, shape.layer_block_bytes) for items in self._layers)
+        self._checked = True
+
+    async def _timed(self) -> float:
+        order = self._order
+        call = Call(order.order_id, order.party, time.monotonic_ns() + 10**11)
+        started = time.perf_counter()
+        for items in self._layers:
+            await self._move(self._peer, items, call)
+        return time.perf_counter() - started
 
 
 def _loop() -> asyncio.AbstractEventLoop:
@@ -312,9 +352,8 @@ def noise(shape: tuple[int, ...]) -> Any:
 class End:
     """Memory, pool and transport of one process."""
 
-    def __init__(self, kind: str, node_id: str, small: bool) -> None:
-        shape = layout(small)
-        slots = TOTAL // layout(False).block_bytes
+    def __init__(self, kind: str, node_id: str, shape: Layout) -> None:
+        slots = min(TOTAL // layout(False).block_bytes, TOTAL // shape.block_bytes)
         encryption: Any = ENCRYPTION[kind]
         name = f"bench{uuid.uuid4().hex[:8]}"
         self.config = StoreConfig(
@@ -347,10 +386,10 @@ class End:
             public_key=self.tcp.public_key if self.tcp else "",
         )
 
-    def reserve(self, owner: Owner) -> None:
+    def reserve(self, owner: Owner, *, keyed: bool = True) -> None:
         """Every slot for blocks that the owner writes."""
         count = len(self.view.blocks)
-        keys = [i.to_bytes(16, "little") for i in range(count)]
+        keys = [i.to_bytes(16, "little") for i in range(count)] if keyed else []
         self.guard.open_put(owner, keys, count, writer=owner.party)
 
     def fill(self, owner: Owner) -> None:
@@ -362,14 +401,14 @@ class End:
         self.guard.commit(owner, dict.fromkeys(range(count), 0))
 
 
-def their_side(kind: str, small: bool, reserves: bool, pipe: Connection) -> None:
+def their_side(kind: str, shape: Layout, use: Use, pipe: Connection) -> None:
     """The other process: serves until it is told to end."""
     if kind in ENCRYPTION:
-        end = End(kind, "theirs", small)
-        if reserves:
-            end.reserve(WRITER)
-        else:
+        end = End(kind, "theirs", shape)
+        if use == "read":
             end.fill(READER)
+        else:
+            end.reserve(WRITER, keyed=use == "written")
         pipe.send(end.hello)
         mine: Hello = pipe.recv()
         if end.tcp is not None:

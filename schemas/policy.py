@@ -85,6 +85,9 @@ class TransferRules(AdmissionRules, frozen=True):
     link_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 2_000_000_000
     ssd_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 500_000_000
     link_latency_ns: Ns = 500_000
+    #: A push of less than a block takes as long as its messages, and teaches nothing of a link's bandwidth; False, as in
+    #: older logs, whose pushes were of whole blocks: it teaches.
+    links_by_blocks: bool = False
     #: Number of other holders that are named with a fetch, to turn to when its source fails.
     fetch_replicas: Annotated[int, Meta(ge=0, le=16)] = 0
     #: A prefix gets one more holder when this many transfers leave its holder at once (0: never).
@@ -168,7 +171,9 @@ class Policy(LivenessRules, frozen=True):
 
     def present(self) -> Policy:
         """With the rules of placement that a new cluster, the simulator and the comparisons of policies have."""
-        return msgspec.structs.replace(self, copies_price="displaced", group_from="spare")
+        return msgspec.structs.replace(
+            self, copies_price="displaced", group_from="spare", links_by_blocks=True
+        )
 
 
 #: Bytes of a page, and most pages of a block of `Layout.opaque`: 4 KiB to 390 MiB.

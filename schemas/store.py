@@ -24,6 +24,7 @@ from halfmoon.schemas.types import (
     PackedTokens,
     Part,
     Text,
+    Tokens,
 )
 
 Slots = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=BLOCKS_MAX)]
@@ -144,6 +145,8 @@ class OpenPush(Message, frozen=True):
     worker_id: Id
     target_node_id: Id
     decode_worker_id: Id
+    #: Of the prompt: of its last block no more is moved than what they fill. 0: that is not known, it is moved whole.
+    tokens: Tokens = 0
 
 
 class PushLayer(Part, frozen=True):
@@ -374,6 +377,8 @@ class Reserved(Message, frozen=True):
     epochs: list[int]
     lease_ttl_ns: Ns
     present: Slots = []
+    #: A block that is filled in part may be written in part.
+    takes_part: bool = False
 
 
 class RenewBlocks(Message, frozen=True):

@@ -250,16 +250,25 @@ class AgentClient:
     # --- push -----------------------------------------------------------------------------------------------
 
     async def open_push(
-        self, order_id: str, request_id: str, *, target_node_id: str, decode_worker_id: str
+        self,
+        order_id: str,
+        request_id: str,
+        *,
+        target_node_id: str,
+        decode_worker_id: str,
+        tokens: int = 0,
     ) -> None:
-        """Reserves room for the order's blocks at the target, and notifies the decode worker. Raises StoreFull,
-        HolderUnreachable, LayoutMismatch, OrderUnknown (also: the decode side released the order already)."""
+        """Reserves room for the order's blocks at the target, and notifies the decode worker. `tokens`: of the prompt,
+        and no more is moved; 0: whole blocks. Raises StoreFull, HolderUnreachable, LayoutMismatch, OrderUnknown (also:
+        the decode side released the order already).
+        """
         request = messages.OpenPush(
             order_id=order_id,
             request_id=request_id,
             worker_id=self._worker_id,
             target_node_id=target_node_id,
             decode_worker_id=decode_worker_id,
+            tokens=tokens,
         )
         await self.ask("open_push", request, messages.Done, long=True)
 

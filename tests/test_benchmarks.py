@@ -23,10 +23,11 @@ NOT_IN_BENCH = {
     "vllm_router": "needs a program that is not installed here, `make bench-vllm-router`",
     "vllm_tier": "needs a vLLM that is not installed here, `make bench-vllm-tier`",
     "figures": "makes pages of what is measured already, `make docs`",
+    "workloads": "writes traces, which others read",
     "mooncake_store": "an end of transfer.py, run by the interpreter that has Mooncake's wheel",
 }
 #: What measures nothing by itself, or, as the experiments do, on no clock.
-NO_SHORT_FORM = {"experiments", "figures", "mooncake_store"}
+NO_SHORT_FORM = {"experiments", "figures", "mooncake_store", "workloads"}
 #: What runs nowhere but where somebody installed more.
 NEEDS_MORE = {"vllm_router", "vllm_tier"}
 

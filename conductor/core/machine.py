@@ -340,15 +340,18 @@ def _prefill_finished(state: State, event: PrefillFinished) -> None:
             event.fetch_ns,
             sharing,
         )
-    _learn_link(
-        state,
-        state.links,
-        order.decode_node_id,
-        order.prefill_node_id,
-        event.pushed_bytes,
-        event.push_ns,
-        1,
-    )
+    worker = state.workers.get(event.worker_id)
+    least = worker.block_bytes if worker is not None and state.policy.links_by_blocks else 0
+    if event.pushed_bytes >= least:
+        _learn_link(
+            state,
+            state.links,
+            order.decode_node_id,
+            order.prefill_node_id,
+            event.pushed_bytes,
+            event.push_ns,
+            1,
+        )
 
 
 def _learn_link(

@@ -272,8 +272,8 @@ class SimulatedPrefill:
         context, order = self.context, job.order
         target = context.nodes[order.decode_node_id]
         job.target_held = target.pool.hold(job.keys)
-        blocks = -(-order.prompt_tokens // context.block_tokens) - len(job.target_held)
-        job.push_missing = blocks * context.block_bytes
+        tokens = max(0, order.prompt_tokens - len(job.target_held) * context.block_tokens)
+        job.push_missing = tokens * context.block_bytes // context.block_tokens
         early = job.push_missing - job.push_missing // context.profile.layers
 
         def early_there() -> None:

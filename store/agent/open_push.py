@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from halfmoon.schemas.keys import join_keys
+from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import DropBlocks, OpenPush, ReserveBlocks, Reserved
 from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.agent.push import Push, PushTarget
@@ -14,10 +15,11 @@ LEASE_NS_MIN = 10_000_000
 
 
 async def open_push(context: AgentContext, owner: Owner, request: OpenPush) -> None:
-    """Raises StoreError, with nothing left at the target. A push to the own node moves nothing: its decode worker
-    gets a hold on the same slots.
+    """Raises StoreError or ValueError, with nothing left at the target. A push to the own node moves nothing: its
+    decode worker gets a hold on the same slots.
     """
     hold = context.guard.hold(owner)
+    _check_tokens(context.config.layout, hold, request.tokens)
     target: PushTarget | None = None
     if request.target_node_id == context.config.node_id:
         context.guard.share(owner, Owner(request.order_id, request.decode_worker_id))
@@ -31,6 +33,16 @@ async def open_push(context: AgentContext, owner: Owner, request: OpenPush) -> N
     push = Push(context.bus, context.config, request, hold, target=target, on_failure=failed)
     context.orders.set_push(owner, push)
     await push.start()
+
+
+def _check_tokens(layout: Layout, hold: Hold, tokens: int) -> None:
+    """Raises ValueError for what is not the length of the order's prompt: a block that is moved in part is one without
+    a key, so that it is never committed.
+    """
+    if tokens and layout.blocks(tokens) != len(hold.slots):
+        raise ValueError(f"tokens: {tokens} are not {len(hold.slots)} blocks of {layout.block_tokens}")
+    if tokens % layout.block_tokens and hold.keys[-1]:
+        raise ValueError(f"tokens: {tokens} leave the last block in part, and it has a key")
 
 
 def _require_whole(reserved: Reserved, blocks: int, node_id: str) -> None:

@@ -8,7 +8,8 @@
 
 One task moves for each order. Pushes that queue up while it copies are moved together, so that a slow link
 costs throughput and not a round trip for each layer. A push to the own node moves nothing: both workers hold
-the same slots.
+the same slots. Of the block that a prompt ends in only its tokens move: the rest of the slot at the target keeps the
+bytes of whoever had it before, which nobody reads.
 
 Source: Mooncake (2407.00079), section 5.2 (layer-wise prefill); section 4 (messenger).
 """
@@ -41,7 +42,7 @@ from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import OrderUnknown, StoreError, TransferError, TransferTimeout
 from halfmoon.store.pool.guard import peer_writer
 from halfmoon.store.pool.slots import Hold
-from halfmoon.store.transports.base import BlockMover, Call, Peer, Slice
+from halfmoon.store.transports.base import BlockMover, Call, Peer, Slice, moved_bytes
 
 #: Moved in one call, so that the first of many queued layers is not announced after the last.
 BATCH_BYTES = 32 * 1024 * 1024
@@ -84,6 +85,10 @@ class Push:
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
         self._present = frozenset(target.reserved.present) if target else frozenset()
+        # The block that the prompt ends in, and how many bytes its tokens fill of that block's keys in a layer.
+        self._last, filled = divmod(opened.tokens, config.layout.block_tokens)
+        takes_part = target is not None and target.reserved.takes_part
+        self._fill = filled * config.layout.token_layer_bytes // 2 if takes_part else 0
         self._received = self._done = self._bytes = self._elapsed_ns = 0
         self._writable_until_ns = time.monotonic_ns() + (target.reserved.lease_ttl_ns if target else 0)
         self._tasks: list[asyncio.Task[None]] = []
@@ -202,7 +207,7 @@ class Push:
         while self._queue and total < BATCH_BYTES:
             push = self._queue.popleft()
             items = self._items(push)
-            total += len(items) * self._layer_block_bytes
+            total += moved_bytes(items, self._layer_block_bytes)
             batch.append((push, items))
         return batch
 
@@ -214,7 +219,8 @@ class Push:
         if end > len(mine):
             raise TransferError(f"push of blocks {push.first_block}..{end - 1}, the order has {len(mine)}")
         wanted = [i for i in range(push.first_block, end) if i not in self._present]
-        return [Slice(mine[i], theirs[i], push.layer, 1) for i in wanted]
+        fill = {self._last: self._fill}
+        return [Slice(mine[i], theirs[i], push.layer, 1, fill.get(i, 0)) for i in wanted]
 
     async def _move(self, batch: list[tuple[PushLayer, list[Slice]]]) -> None:
         items = [item for _, some in batch for item in some]
@@ -226,7 +232,7 @@ class Push:
             await self._target.transport.write(self._target.peer, items, call)
             self._elapsed_ns += time.monotonic_ns() - started_ns
         for push, some in batch:
-            moved = len(some) * self._layer_block_bytes
+            moved = moved_bytes(some, self._layer_block_bytes)
             ready = KvReady(
                 order_id=push.order_id,
                 request_id=self.opened.request_id,

@@ -21,9 +21,29 @@ def layer_sums(view: PoolView, slot: int) -> Sums:
     return np.array([xxhash.xxh3_64_intdigest(layer.data) for layer in blocks], np.uint64)
 
 
-def run_sums(view: PoolView, slot: int, first_layer: int, layers: int) -> list[int]:
-    """xxh3_64 of each layer of a run of one block, as it is in memory now."""
-    return [xxhash.xxh3_64_intdigest(view.blocks[slot, first_layer + i].data) for i in range(layers)]
+def run_sums(view: PoolView, slot: int, first_layer: int, layers: int, fill: int = 0) -> list[int]:
+    """xxh3_64 of each layer of a run of one block, as it is in memory now; of the first `fill` bytes of its keys and of
+    its values, where `fill` is not 0.
+    """
+    return row_sums(run_bytes(view, slot, first_layer, layers, fill))
+
+
+def row_sums(rows: npt.NDArray[np.uint8]) -> list[int]:
+    """xxh3_64 of each row of u8 `[layers, bytes]`."""
+    return [xxhash.xxh3_64_intdigest(row.data) for row in rows]
+
+
+def run_bytes(
+    view: PoolView, slot: int, first_layer: int, layers: int, fill: int = 0
+) -> npt.NDArray[np.uint8]:
+    """u8 `[layers, bytes]`: the memory of a run itself, or with `fill` a copy of what counts of each layer."""
+    run: npt.NDArray[np.uint8] = view.blocks[slot, first_layer : first_layer + layers]
+    return filled(run, fill).reshape(layers, 2 * fill) if fill else run
+
+
+def filled(run: npt.NDArray[np.uint8], fill: int) -> npt.NDArray[np.uint8]:
+    """u8 `[layers, 2, fill]`: the first bytes of the keys and of the values of each layer, no copy."""
+    return run.reshape(len(run), 2, -1)[:, :, :fill]
 
 
 def block_sum(sums: Sums) -> int:

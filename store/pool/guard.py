@@ -276,10 +276,12 @@ class PoolGuard:
 
     # --- SlotAccess: from transport threads -----------------------------------------------------------------
 
-    def begin_write(self, order_id: str, party: str, slots: Sequence[int]) -> str:
+    def begin_write(
+        self, order_id: str, party: str, slots: Sequence[int], *, parts: Sequence[int] = ()
+    ) -> str:
         owner = Owner(order_id, party)
         with self._lock:
-            reason = self._pool.may_write(owner, slots)
+            reason = self._pool.may_write(owner, slots, parts)
             if not reason:
                 self._receiving[owner] += 1
                 if self._receiving[owner] == 1:

@@ -338,8 +338,8 @@ class Pool:
             self.slots[slot].writers -= 1
             self._settle(slot)
 
-    def may_write(self, owner: Owner, slots: Sequence[int]) -> str:
-        """ "" when `owner` holds a reservation on every one of `slots`, otherwise why not."""
+    def may_write(self, owner: Owner, slots: Sequence[int], parts: Sequence[int] = ()) -> str:
+        """ "" when `owner` has all of `slots` reserved, and none of `parts` of them has a key; otherwise why not."""
         hold = self.holds.get(owner)
         if hold is None or hold.retired:
             return "no reservation"
@@ -349,7 +349,9 @@ class Pool:
                 return f"slot {slot} is not reserved for this order"
             if self.slots[slot].state is not SlotState.RESERVED:
                 return f"slot {slot} is {self.slots[slot].state.value}"
-        return ""
+        # What is written in part keeps bytes of whoever had the slot before, and what has a key is read by others.
+        keyed = [slot for slot in parts if self.slots[slot].key]
+        return f"slot {keyed[0]} has a key and is written in part" if keyed else ""
 
     def may_read(self, order_id: str, slots: Sequence[int]) -> str:
         """ "" when some party of the order leases every one of `slots`, otherwise why not."""

@@ -44,20 +44,38 @@ NEAR = 10
 
 
 class Slice(NamedTuple):
-    """`layers` layers from `first_layer` on, of one block: one contiguous run of bytes in both pools."""
+    """`layers` layers from `first_layer` on, of one block: one contiguous run of bytes in both pools.
+
+    `fill`: of a block that is filled in part, so many bytes of each layer's keys and so many of its values are moved,
+    which are the two halves of a layer; 0: all. For writes into slots without a key: what has one is read by others,
+    and so is whole.
+    """
 
     local_slot: int
     remote_slot: int
     first_layer: int
     layers: int
+    fill: int = 0
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
-    """Layers `first_layer .. first_layer + layers - 1` of a slot, as a message to a peer names them."""
+    """Layers `first_layer .. first_layer + layers - 1` of a slot, as a message to a peer names them; `fill` as of a
+    Slice.
+    """
 
     slot: int
     first_layer: int
     layers: int
+    fill: int = 0
+
+    def inside(self, geometry: Geometry) -> bool:
+        """Within the pool, and within its layers."""
+        return (
+            0 <= self.slot < geometry.slots
+            and self.first_layer >= 0
+            and 1 <= self.layers <= geometry.layers - self.first_layer
+            and 0 <= 2 * self.fill <= geometry.layer_block_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +158,11 @@ class SlotAccess(Protocol):
     its own.
     """
 
-    def begin_write(self, order_id: str, party: str, slots: Sequence[int]) -> str:
-        """ "" when the slots are reserved for this party of the order; otherwise why not. Until `end_write`
-        they stay this order's, released or not."""
+    def begin_write(
+        self, order_id: str, party: str, slots: Sequence[int], *, parts: Sequence[int] = ()
+    ) -> str:
+        """ "" when the slots are reserved for this party of the order, and none of `parts`, which are written in part,
+        has a key; otherwise why not. Until `end_write` they stay this order's, released or not."""
 
     def end_write(self, order_id: str, party: str) -> None: ...
 
@@ -183,33 +203,36 @@ def check_items(local: Geometry, remote: Geometry, items: Sequence[Slice]) -> No
     if (local.layers, local.layer_block_bytes) != (remote.layers, remote.layer_block_bytes):
         raise TransferError(f"pools differ: {local} here, {remote} there")
     for item in items:
-        inside = 0 <= item.local_slot < local.slots and 0 <= item.remote_slot < remote.slots
-        if (
-            not inside
-            or item.first_layer < 0
-            or item.layers < 1
-            or item.first_layer + item.layers > local.layers
-        ):
+        local_slot, remote_slot, *layers = item
+        if not (Run(local_slot, *layers).inside(local) and Run(remote_slot, *layers).inside(remote)):
             raise TransferError(f"{item} is outside of a pool")
 
 
-def moved_bytes(geometry: Geometry, items: Sequence[Slice]) -> int:
-    return sum(item.layers for item in items) * geometry.layer_block_bytes
+def slots_of(runs: Sequence[Run]) -> tuple[list[int], list[int]]:
+    """The slots of all, and of those that are filled in part."""
+    return [run.slot for run in runs], [run.slot for run in runs if run.fill]
+
+
+def moved_bytes(items: Sequence[Slice | Run], layer_block_bytes: int) -> int:
+    return sum(item.layers * layer_bytes(item, layer_block_bytes) for item in items)
+
+
+def layer_bytes(item: Slice | Run, layer_block_bytes: int) -> int:
+    """Bytes that are moved of each of its layers."""
+    return 2 * item.fill or layer_block_bytes
 
 
 def joined(items: Sequence[Slice]) -> list[Slice]:
     """The same layers, those of a block that follow each other as one run."""
     runs: list[Slice] = []
-    local = remote = first = end = -1
-    for local_slot, remote_slot, first_layer, layers in sorted(items):
-        if local_slot == local and remote_slot == remote and first_layer == end:
-            end += layers
-            continue
-        if end > 0:
-            runs.append(Slice(local, remote, first, end - first))
-        local, remote, first, end = local_slot, remote_slot, first_layer, first_layer + layers
-    if end > 0:
-        runs.append(Slice(local, remote, first, end - first))
+    for item in sorted(items):
+        last = runs[-1] if runs else None
+        if last is not None and item == last._replace(
+            first_layer=last.first_layer + last.layers, layers=item.layers
+        ):
+            runs[-1] = last._replace(layers=last.layers + item.layers)
+        else:
+            runs.append(item)
     return runs
 
 

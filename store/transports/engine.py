@@ -170,7 +170,7 @@ class TransferEngine:
         try:
             tried: list[Path] = []
             problem: TransferError | None = None
-            size = moved_bytes(paths[0].peer.geometry, items)
+            size = moved_bytes(items, paths[0].peer.geometry.layer_block_bytes)
             while (path := choose(paths, size, tried)) is not None:
                 tried.append(path)
                 try:
@@ -226,8 +226,7 @@ def choose(paths: Sequence[Path], size: int, tried: Sequence[Path]) -> Path | No
 
 def cut(items: Sequence[Slice], layer_block_bytes: int, stripes: int) -> list[list[Slice]]:
     """In pieces of SLICE_BYTES (one layer at least), or in one when there is nothing to gain."""
-    total = sum(item.layers for item in items) * layer_block_bytes
-    if stripes < 2 or total <= SLICE_BYTES:
+    if stripes < 2 or moved_bytes(items, layer_block_bytes) <= SLICE_BYTES:
         return [list(items)]
     layers_max = max(1, SLICE_BYTES // layer_block_bytes)
     pieces: list[list[Slice]] = []
@@ -239,6 +238,6 @@ def cut(items: Sequence[Slice], layer_block_bytes: int, stripes: int) -> list[li
                 pieces.append([])
                 room = layers_max
             layers = min(room, end - first)
-            pieces[-1].append(Slice(item.local_slot, item.remote_slot, first, layers))
+            pieces[-1].append(item._replace(first_layer=first, layers=layers))
             first, room = first + layers, room - layers
     return pieces

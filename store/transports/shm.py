@@ -20,6 +20,7 @@ import xxhash
 from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.store import Hello
 from halfmoon.store.errors import BytesCorrupted, HolderUnreachable, TransferError
+from halfmoon.store.pool.checksums import filled
 from halfmoon.store.pool.segment import PoolView, SegmentError
 from halfmoon.store.transports.base import (
     Call,
@@ -113,7 +114,7 @@ class ShmTransport:
         mapped.users += 1
         self._running.add(cancellation)
         try:
-            if not call.verify and moved_bytes(peer.geometry, items) <= INLINE_BYTES:
+            if not call.verify and moved_bytes(items, peer.geometry.layer_block_bytes) <= INLINE_BYTES:
                 self._copy(remote, items, call, cancellation, reading)
             else:
                 await in_thread(
@@ -150,11 +151,14 @@ class ShmTransport:
             for first in range(item.first_layer, end, step):
                 cancellation.check()
                 run = slice(first, min(first + step, end))
+                here, there = mine[item.local_slot, run], theirs[item.remote_slot, run]
+                if item.fill:
+                    here, there = filled(here, item.fill), filled(there, item.fill)
                 if reading:
-                    np.copyto(mine[item.local_slot, run], theirs[item.remote_slot, run])
+                    np.copyto(here, there)
                 else:
                     with remote.writing(item.remote_slot, call.order_id):
-                        np.copyto(theirs[item.remote_slot, run], mine[item.local_slot, run])
+                        np.copyto(there, here)
             if call.verify and reading:
                 self._verify(remote, item)
         if not remote.alive():

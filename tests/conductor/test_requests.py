@@ -336,6 +336,24 @@ def test_prefill_costs_and_bandwidths_are_learned_from_answers() -> None:
     assert (state.counters.prompt_tokens, state.counters.cached_fetched_tokens) == (1_000, 900)
 
 
+@pytest.mark.parametrize(
+    ("pushed_bytes", "fields", "learned"),
+    [
+        (99_999, {}, True),
+        (99_999, {"links_by_blocks": True}, False),
+        (100_000, {"links_by_blocks": True}, True),
+    ],
+)
+def test_a_push_of_less_than_a_block_says_nothing_of_its_link(
+    pushed_bytes: int, fields: dict[str, Any], learned: bool
+) -> None:
+    script = crowd(**fields)
+    placed = script(arrived())[0]
+    assert isinstance(placed, StartPrefill)
+    script(prefilled(placed.order_id, "r1", placed.worker_id, pushed_bytes=pushed_bytes, push_ns=2 * MS))
+    assert bool(script.core.state.links) == learned
+
+
 def test_a_prompt_that_was_placed_before_teaches_nothing_about_cost() -> None:
     script = crowd()
     script(arrived())

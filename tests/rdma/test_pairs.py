@@ -207,7 +207,7 @@ def test_a_write_without_a_reservation_is_refused_and_counted() -> None:
 def test_a_write_whose_bytes_change_on_the_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(one: Side, two: Side) -> None:
         theirs = two.reserved(1)
-        monkeypatch.setattr(rdma_connection, "run_sums", lambda view, slot, first, layers: [1] * layers)
+        monkeypatch.setattr(rdma_connection, "run_sums", lambda *run: [1] * run[3])
         with pytest.raises(BytesCorrupted, match="not what was sent"):
             await one.transport.write(two.peer, [Slice(0, theirs[0], 0, 4)], call())
         monkeypatch.undo()

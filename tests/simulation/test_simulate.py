@@ -163,6 +163,12 @@ def test_one_request_alone_takes_what_the_profile_says() -> None:
     assert outcome.ended_ns == pytest.approx(prefill + last_layer + steps, abs=10)
 
 
+@pytest.mark.parametrize("tokens", [2, 512 + 3, 1_024])
+def test_the_tokens_of_a_prompt_are_pushed_and_no_more(tokens: int) -> None:
+    report = simulate([request(0, tokens)], TWO, Policy(admission="none"), LLAMA3_A800)
+    assert report.bytes_pushed == tokens * 327_680
+
+
 def test_a_second_turn_reuses_the_first_one_and_says_where_from() -> None:
     outcomes: dict[str, Outcome] = {}
     arrivals = [request(0, 8_192), request(60_000, 8_192)]

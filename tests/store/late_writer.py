@@ -38,7 +38,7 @@ class Engine:
     def cache(self) -> Engine:
         return self
 
-    def read_block(self, layer: int, block: int, destination: np.ndarray) -> None:
+    def read_block(self, layer: int, block: int, destination: np.ndarray, tokens: int = 0) -> None:
         if layer == 0:
             say(f"in {block}")
         destination[:] = LATE

@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from store_harness import Cluster, cluster, keys, until
 
 from halfmoon.schemas.kv import KvLoaded, KvReady, TransferOpened
-from halfmoon.schemas.store import QueuePair, RemoteMemory
+from halfmoon.schemas.store import QueuePair, RemoteMemory, ReserveBlocks, Reserved
+from halfmoon.store.agent.serving.serve_peers import PeerService
 from halfmoon.store.agent_client import AgentClient
-from halfmoon.store.errors import BlockMissing, TransferError, TransferRefused
+from halfmoon.store.errors import BlockMissing, StoreError, TransferError, TransferRefused
 
 Story = Callable[[Cluster], Awaitable[None]]
 
@@ -108,6 +110,81 @@ def test_a_push_is_readable_layer_by_layer_and_committed_at_its_close(nats_url: 
         for node, committed in (("n1", 3), ("n2", 3)):
             counts = here.agents[node].context.guard.counts()
             assert (counts.committed, counts.reserved, counts.holds, counts.condemned) == (committed, 0, 0, 0)
+
+    tell(nats_url, story)
+
+
+@pytest.mark.parametrize("takes_part", [True, False], ids=["", "a peer that is older"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "curve"])
+@pytest.mark.parametrize("tokens", [2, 16 + 3, 3 * 16])
+def test_of_the_block_that_a_prompt_ends_in_its_tokens_are_pushed(
+    nats_url: str, transport: str, tokens: int, takes_part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not takes_part:
+        reserve = PeerService.reserve
+
+        async def reserve_as_before(self: PeerService, request: ReserveBlocks) -> Reserved:
+            return msgspec.structs.replace(await reserve(self, request), takes_part=False)
+
+        monkeypatch.setattr(PeerService, "reserve", reserve_as_before)
+    way: dict[str, Any] = {"transport": "shm" if transport == "shm" else "tcp"}
+    way["encryption"] = "always" if transport == "curve" else "never"
+
+    async def story(here: Cluster) -> None:
+        await here.agent("n1", **way)
+        there = await here.agent("n2", **way)
+        one, two = await here.client("n1", "w1"), await here.client("n2", "w2")
+        shape = there.context.config.layout
+        blocks, (whole, filled) = shape.blocks(tokens), divmod(tokens, shape.block_tokens)
+        opened = await one.open_put("o1", keys(*range(whole)), blocks=blocks)
+        fill(one, opened.slots, 3)
+        two.view.blocks[:] = 0xA5
+        await one.open_push("o1", "r1", target_node_id="n2", decode_worker_id="w2", tokens=tokens)
+        for layer in range(shape.layers):
+            one.push("o1", layer=layer, first_block=0, blocks=blocks)
+        moved = tokens if takes_part else blocks * shape.block_tokens
+        total = shape.layers * moved * shape.token_layer_bytes
+        assert (await one.close_push("o1")).bytes == total
+        assert (await one.status()).counters["pushed_bytes"] == total
+        written = (await two.status()).counters.get("tcp_written_bytes", 0)
+        assert written == (0 if transport == "shm" else total)
+        await until(lambda: len(here.heard["w2"]) == 1 + shape.layers)
+        place, *ready = here.heard["w2"]
+        assert isinstance(place, TransferOpened)
+        assert [m.moved_bytes for m in ready if isinstance(m, KvReady)] == [
+            total // shape.layers
+        ] * shape.layers
+        for block, slot in enumerate(place.slots):
+            sent, came = (
+                view.blocks[at].reshape(shape.layers, 2, shape.block_tokens, -1)
+                for view, at in ((one.view, opened.slots[block]), (two.view, slot))
+            )
+            here_of_it = min(moved - block * shape.block_tokens, shape.block_tokens)
+            assert np.array_equal(came[:, :, :here_of_it], sent[:, :, :here_of_it])
+            assert (came[:, :, here_of_it:] == 0xA5).all()
+        # What was not sent is in no block that others can find, and what they can find is whole.
+        assert there.context.guard.counts().committed == whole
+        await two.release("o1")
+        if filled:
+            assert there.context.guard.counts().free == 32 - whole
+        await one.release("o1")
+
+    tell(nats_url, story)
+
+
+def test_a_push_of_parts_of_blocks_that_others_could_find_is_refused(nats_url: str) -> None:
+    async def story(here: Cluster) -> None:
+        await here.agent("n1")
+        there = await here.agent("n2")
+        one, two = await here.client("n1", "w1"), await here.client("n2", "w2")
+        await one.open_put("o1", keys(1, 2), blocks=2)
+        for tokens, told in ((2, "2 are not 2 blocks of 16"), (16 + 3, "it has a key"), (33, "33 are not 2")):
+            with pytest.raises(StoreError, match=told):
+                await one.open_push("o1", "r1", target_node_id="n2", decode_worker_id="w2", tokens=tokens)
+        assert there.context.guard.counts().reserved == 0
+        await one.open_push("o1", "r1", target_node_id="n2", decode_worker_id="w2", tokens=32)
+        await one.release("o1")
+        await two.release("o1")
 
     tell(nats_url, story)
 

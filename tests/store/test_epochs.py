@@ -25,7 +25,7 @@ class Cache:
         self.blocks: dict[tuple[int, int], np.ndarray] = {}
         self.during = lambda: None
 
-    def write_block(self, layer: int, block: int, memory: np.ndarray) -> None:
+    def write_block(self, layer: int, block: int, memory: np.ndarray, tokens: int = 0) -> None:
         self.during()
         self.blocks[layer, block] = memory.copy()
 

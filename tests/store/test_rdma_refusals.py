@@ -161,6 +161,21 @@ def test_messages_hold_every_layer_once_within_their_limits(layer_bytes: int) ->
     assert len(found) == 50 * 40 + 2000
 
 
+def test_messages_of_parts_have_work_requests_for_all_of_their_layers() -> None:
+    """Of a block that is filled in part each layer is two writes, and a queue pair holds a bounded number."""
+    items = [Slice(i, 100 + i, 0, 40, 16 * (i % 2)) for i in range(50)] + [Slice(60, 70, 0, 2000, 16)]
+    found: list[tuple[int, int, int]] = []
+    for message in wire.messages(items, 8192):
+        assert sum(item.layers if item.fill else 1 for item in message) <= wire.RUNS_PER_MESSAGE
+        assert all(
+            item.fill == (16 if item.local_slot == 60 else 16 * (item.local_slot % 2)) for item in message
+        )
+        for item in message:
+            layers = range(item.first_layer, item.first_layer + item.layers)
+            found += [(item.local_slot, item.remote_slot, layer) for layer in layers]
+    assert len(found) == len(set(found)) == 50 * 40 + 2000
+
+
 def test_the_largest_message_fits_into_a_mailbox() -> None:
     from halfmoon.store.transports.rdma.connection import CELL_BYTES
 
@@ -168,7 +183,7 @@ def test_the_largest_message_fits_into_a_mailbox() -> None:
     arrived = wire.Arrived(
         order_id="o" * 80,
         party="p" * 85,
-        runs=[Run(2**31 - 1, 10_000, most)] * wire.RUNS_PER_MESSAGE,
+        runs=[Run(2**31 - 1, 10_000, most, 2**31 - 1)] * wire.RUNS_PER_MESSAGE,
         sums=[2**64 - 1] * wire.LAYERS_PER_MESSAGE,
     )
     raw = wire.pack(arrived)

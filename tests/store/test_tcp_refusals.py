@@ -13,11 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from store_harness import BOUND_NS, until
+from store_harness import BOUND_NS, keys, until
 from transport_harness import Side, another_key, call
 
 from halfmoon.schemas.events import Endpoint
+from halfmoon.schemas.keys import split_keys
 from halfmoon.store.errors import HolderUnreachable, TransferError, TransferRefused, TransferTimeout
+from halfmoon.store.pool.guard import peer_writer
 from halfmoon.store.pool.slots import Owner
 from halfmoon.store.transports.base import Cancellation, Peer, Slice
 from halfmoon.store.transports.tcp import wire
@@ -169,9 +171,11 @@ class Raw:
         self.channel.receive(patience())
         return self.channel.small(), wire.decode(self.channel.small())
 
-    def write(self, *, slot: int, layers: int = 1, sums: list[int] | None = None) -> tuple[bytes, bytes]:
+    def write(
+        self, *, slot: int, layers: int = 1, sums: list[int] | None = None, fill: int = 0
+    ) -> tuple[bytes, bytes]:
         assert self.session is not None
-        runs = [wire.Run(slot, 0, layers)]
+        runs = [wire.Run(slot, 0, layers, fill)]
         return self.session.seal(
             wire.Write(order_id="o", party="w", runs=runs, sums=[0] * layers if sums is None else sums)
         )
@@ -233,6 +237,46 @@ def test_wrong_sizes_and_wrong_sums(kind: str) -> None:
         assert two.guard.counts().free == 16
 
     raw_story(story, kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "curve"])
+def test_parts_of_blocks_that_lie(kind: str) -> None:
+    async def story(raw: Raw, two: Side) -> None:
+        await raw.enter()
+        slot = two.reserved(1)[0]
+        two.view.blocks[slot] = 7
+        for fill in (4097, 2**62, -1):
+            await raw.ask(*raw.write(slot=slot, fill=fill), b"x" * 8192)
+        assert two.counters["refused_outside"] == 3
+        for payload in (b"x" * 31, b"x" * 33, b"x" * 8192):
+            await raw.ask(*raw.write(slot=slot, fill=16), payload)
+        assert two.counters["refused_wrong_size"] == 3
+        await raw.ask(*raw.write(slot=slot, fill=16), b"x" * 32)
+        assert two.counters["refused_corrupted"] == 1
+        assert (two.view.blocks[slot] == 7).all()
+        assert raw.session is not None
+        _, refusal = await raw.ask(
+            *raw.session.seal(wire.Read(order_id="o", runs=[wire.Run(slot, 0, 1, 16)]))
+        )
+        assert "whole blocks" in refusal.reason
+
+    raw_story(story, kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "curve"])
+def test_a_block_with_a_key_is_written_whole(kind: str) -> None:
+    """Else what another request left in its slot would be committed with it."""
+
+    async def story(one: Side, two: Side) -> None:
+        one.meet(two)
+        hold = two.guard.open_put(Owner("o", "w"), split_keys(keys(1)), 2, writer=peer_writer("one"))
+        with pytest.raises(TransferRefused, match=f"slot {hold.slots[0]} has a key"):
+            await one.transport.write(two.peer, [Slice(0, hold.slots[0], 0, 4, 16)], call())
+        assert two.counters["refused_no_reservation"] == 1
+        items = [Slice(0, hold.slots[0], 0, 4), Slice(1, hold.slots[1], 0, 4, 16)]
+        await one.transport.write(two.peer, items, call())
+
+    tell(story, kind=kind)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "curve"])

@@ -78,6 +78,33 @@ def test_write_is_readable_at_the_peer_when_it_returns(kind: str) -> None:
     tell(kind, story)
 
 
+@pytest.mark.parametrize("layers", [1, 4])
+def test_a_block_that_is_filled_in_part_is_moved_in_part(kind: str, layers: int) -> None:
+    async def story(one: Side, two: Side) -> None:
+        theirs, half = two.reserved(2), one.view.geometry.layer_block_bytes // 2
+        fill = half // 4 + 1
+        one.view.blocks[:] = noise(one.view.blocks.shape, 5)
+        two.view.blocks[:] = noise(two.view.blocks.shape, 6)
+        before = two.view.blocks.copy()
+        items = [Slice(0, theirs[0], 0, 4), Slice(1, theirs[1], 0, layers, fill)]
+        await one.transport.write(two.peer, items, call())
+        before[theirs[0]] = one.view.blocks[0]
+        for start in (0, half):  # its keys, and its values
+            some = slice(start, start + fill)
+            before[theirs[1], :layers, some] = one.view.blocks[1, :layers, some]
+        assert np.array_equal(two.view.blocks, before)
+        name = one.transport.kind.name
+        if name != "shm":  # the receiver sees nothing of it
+            moved = 4 * 2 * half + layers * 2 * fill
+            assert two.counters[f"{name}_written_bytes"] == moved
+        for wrong in (half + 1, -1):
+            with pytest.raises(TransferError):
+                await one.transport.write(two.peer, [Slice(1, theirs[1], 0, 1, wrong)], call())
+        assert np.array_equal(two.view.blocks, before)
+
+    tell(kind, story)
+
+
 @pytest.mark.parametrize(("layers", "tokens"), [(1, 1), (30, 64), (2, 16384)])
 def test_shapes_from_tiny_to_larger_than_a_frame(kind: str, layers: int, tokens: int) -> None:
     shape = layout(layers=layers, block_tokens=tokens, kv_heads=1, head_dim=64)

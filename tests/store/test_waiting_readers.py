@@ -106,7 +106,7 @@ class StoppedCache:
     def __init__(self) -> None:
         self.go_on = threading.Event()
 
-    def write_block(self, layer: int, block: int, content: object) -> None:
+    def write_block(self, layer: int, block: int, content: object, tokens: int = 0) -> None:
         self.go_on.wait(BOUND_S)
 
 

@@ -84,6 +84,7 @@ def open_push(order_id: str = "1-1") -> StartPush:
         request_id=f"r{order_id.partition('-')[0]}",
         target_node_id="n2",
         decode_worker_id="d1",
+        prompt_tokens=len(TOKENS),
     )
 
 

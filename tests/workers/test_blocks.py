@@ -138,6 +138,23 @@ def test_a_block_in_the_pools_layout_goes_into_the_cache_and_back(dtype: torch.d
     assert not cache.v[:, :4].any()
 
 
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_of_a_block_that_is_filled_in_part_its_first_tokens_are_copied(kind: str) -> None:
+    cache = PagedCache(config(1), 2, 16, torch.float32)
+    for each in (cache.k, cache.v):
+        each.fill_(7)
+    pool = torch.randn(2, 16, 2, 4)
+    cache.write_block(0, 1, pool if kind == "tensor" else pool.view(torch.uint8).numpy(), 3)
+    for each, came in ((cache.k, pool[0]), (cache.v, pool[1])):
+        assert torch.equal(each[0, 1, :3], came[:3])
+        assert (each[0, 1, 3:] == 7).all()
+        assert (each[0, 0] == 7).all()
+    back = torch.zeros(2, 16, 2, 4)
+    cache.read_block(0, 1, back if kind == "tensor" else back.view(torch.uint8).numpy(), 2)
+    assert torch.equal(back[:, :2], pool[:, :2])
+    assert not back[:, 2:].any()
+
+
 def test_bits_that_are_no_number_pass_unharmed() -> None:
     cache = PagedCache(config(1), 1, 16, torch.bfloat16)
     source = np.random.default_rng(1).integers(0, 256, cache.layer_block_bytes, dtype=np.uint8)

@@ -92,10 +92,12 @@ def filled(number: int = 1, blocks: int = 2, **fields: Any) -> tuple[Any, ...]:
     return opened(order_id, *slots), *(ready(order_id, layer, 0, blocks) for layer in (0, 1))
 
 
-def copy_layers(copy_id: int, copies: tuple[tuple[int, int, int], ...]) -> CopyLayers:
-    """Out of the slots that `opened` names."""
+def copy_layers(copy_id: int, copies: tuple[tuple[int, int, int], ...], *, tail: int = -1) -> CopyLayers:
+    """Out of the slots that `filled` names, unless told otherwise: a prompt of 6 tokens has 2 in its second block."""
     slots = sorted({slot for _, slot, _ in copies})
-    return CopyLayers(copy_id, copies, tuple((slot, 1) for slot in slots))
+    tail = tail if tail >= 0 else next((slot for slot in slots if slot % 10 == 1), -1)
+    epochs = tuple((slot, 1) for slot in slots)
+    return CopyLayers(copy_id, copies, epochs, (tail, 2) if tail >= 0 else (-1, 0))
 
 
 def loaded(script: Script, number: int = 1, prompt: int = 6, **fields: Any) -> list[Action]:
@@ -147,10 +149,10 @@ def test_a_request_from_its_order_to_its_last_token() -> None:
     assert script.on(events.DecodeOrdered, order=order()) == [TakeTokens("f1", "r1", "1-1")]
     assert script.on(machines.TokensTaken, order_id="1-1", reply=reply()) == []
     assert script.hear(opened("1-1", 7, 8)) == []
-    assert script.hear(ready("1-1", 0)) == [copy_layers(1, ((0, 7, 0), (0, 8, 1)))]
+    assert script.hear(ready("1-1", 0)) == [copy_layers(1, ((0, 7, 0), (0, 8, 1)), tail=8)]
     assert script.hear(result("1-1", 100)) == [deliver(delivered(0, 100, timing=True))]
     heard_ns = script.now_ns
-    assert script.hear(ready("1-1", 1)) == [copy_layers(2, ((1, 7, 0), (1, 8, 1)))]
+    assert script.hear(ready("1-1", 1)) == [copy_layers(2, ((1, 7, 0), (1, 8, 1)), tail=8)]
     assert script.on(events.LayersCopied, copy_id=1) == []
     one = script.sequence()
     assert script.on(events.LayersCopied, copy_id=2) == [Release("1-1"), Wake()]

@@ -96,10 +96,10 @@ class Bytes:
     def layer_block(self, slot: int, layer: int) -> np.ndarray:
         return self.held[layer, slot]
 
-    def read_block(self, layer: int, block: int, destination: np.ndarray) -> None:
+    def read_block(self, layer: int, block: int, destination: np.ndarray, tokens: int = 0) -> None:
         destination[:] = self.held[layer, block]
 
-    def write_block(self, layer: int, block: int, source: np.ndarray) -> None:
+    def write_block(self, layer: int, block: int, source: np.ndarray, tokens: int = 0) -> None:
         self.held[layer, block] = source
 
 

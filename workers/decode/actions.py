@@ -57,12 +57,14 @@ class CopyLayers(msgspec.Struct, frozen=True):
     """Copy single layers of blocks from the node's pool into the engine's cache; LayersCopied.
 
     `copies` are (layer, slot of the pool, block of the cache); `epochs` are (slot, epoch): as long as these are the
-    slots' epochs, their bytes are the order's.
+    slots' epochs, their bytes are the order's. `tail` is (slot, tokens) where the prompt ends within a block: no more
+    of that slot is the order's.
     """
 
     copy_id: int
     copies: tuple[tuple[int, int, int], ...]
     epochs: tuple[tuple[int, int], ...]
+    tail: tuple[int, int] = (-1, 0)
 
 
 class PushTokens(msgspec.Struct, frozen=True):

@@ -23,8 +23,9 @@ from halfmoon.workers.decode.actions import CopyLayers, ShareOutput
 
 def copy_layers(cache: Any, pool: PoolView, order: CopyLayers) -> str:
     """From the pool into the cache. "": it is the order's KV; otherwise why it may be another's."""
+    tail, tokens = order.tail
     for layer, slot, block in order.copies:
-        cache.write_block(layer, block, pool.layer_block(slot, layer))
+        cache.write_block(layer, block, pool.layer_block(slot, layer), tokens if slot == tail else 0)
     try:
         # A lease that ended meanwhile (the process stood still) gave others the slots that were copied.
         pool.require_unchanged(*zip(*order.epochs, strict=True))

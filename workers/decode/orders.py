@@ -276,7 +276,9 @@ class Orders:
             copies = tuple((layer, kv.slots[block], table[block]) for layer, block in places)
             blocks = sorted({block for _, block in places})
             epochs = tuple((kv.slots[block], kv.epochs[block]) for block in blocks)
-            self.out.append(CopyLayers(self._copy_id, copies, epochs))
+            last, tokens = divmod(sequence.order.prompt_tokens, self.layout.block_tokens)
+            tail = (kv.slots[last], tokens) if tokens and last in blocks else (-1, 0)
+            self.out.append(CopyLayers(self._copy_id, copies, epochs, tail))
 
     def part_held(self, order_id: str, worker_id: str, hold: int, plan_id: str) -> None:
         """A lender has a part, or room for one that moves."""

@@ -41,10 +41,10 @@ class NullCache:
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
 
-    def read_block(self, layer: int, block: int, destination: object) -> None:
+    def read_block(self, layer: int, block: int, destination: object, tokens: int = 0) -> None:
         """Nothing to read."""
 
-    def write_block(self, layer: int, block: int, source: object) -> None:
+    def write_block(self, layer: int, block: int, source: object, tokens: int = 0) -> None:
         """Nothing to write."""
 
 

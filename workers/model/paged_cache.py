@@ -59,33 +59,37 @@ class PagedCache:
     def block_bytes(self) -> int:
         return self.layers * self.layer_block_bytes
 
-    def read_block(self, layer: int, block: int, destination: LayerBytes) -> None:
-        """Copies one layer of `block` to `destination`: `layer_block_bytes` writable bytes, k then v."""
+    def read_block(self, layer: int, block: int, destination: LayerBytes, tokens: int = 0) -> None:
+        """Copies one layer of `block` to `destination`: `layer_block_bytes` writable bytes, k then v. With `tokens`
+        that of the first ones only, and leaves the rest of both halves as it is.
+        """
         half = self.layer_block_bytes // 2
+        size = half // self.block_tokens * tokens if tokens else half
         if (
             self._k_rows is not None
             and self._v_rows is not None
             and not isinstance(destination, torch.Tensor)
         ):
             flat = _flat_bytes(destination, self.layer_block_bytes)
-            flat[:half] = self._k_rows[layer, block]
-            flat[half:] = self._v_rows[layer, block]
+            flat[:size] = self._k_rows[layer, block, :size]
+            flat[half : half + size] = self._v_rows[layer, block, :size]
             return
         target = _flat_tensor(destination, self.layer_block_bytes)
-        target[:half].copy_(self._k_bytes[layer, block])
-        target[half:].copy_(self._v_bytes[layer, block])
+        target[:size].copy_(self._k_bytes[layer, block, :size])
+        target[half : half + size].copy_(self._v_bytes[layer, block, :size])
 
-    def write_block(self, layer: int, block: int, source: LayerBytes | bytes) -> None:
-        """Copies `source` (`layer_block_bytes` bytes, k then v) into one layer of `block`."""
+    def write_block(self, layer: int, block: int, source: LayerBytes | bytes, tokens: int = 0) -> None:
+        """Copies `source` (`layer_block_bytes` bytes, k then v) into one layer of `block`; `tokens` as `read_block`."""
         half = self.layer_block_bytes // 2
+        size = half // self.block_tokens * tokens if tokens else half
         if self._k_rows is not None and self._v_rows is not None and not isinstance(source, torch.Tensor):
             flat = _flat_bytes(source, self.layer_block_bytes)
-            self._k_rows[layer, block] = flat[:half]
-            self._v_rows[layer, block] = flat[half:]
+            self._k_rows[layer, block, :size] = flat[:size]
+            self._v_rows[layer, block, :size] = flat[half : half + size]
             return
         origin = _flat_tensor(source, self.layer_block_bytes)
-        self._k_bytes[layer, block].copy_(origin[:half])
-        self._v_bytes[layer, block].copy_(origin[half:])
+        self._k_bytes[layer, block, :size].copy_(origin[:size])
+        self._v_bytes[layer, block, :size].copy_(origin[half : half + size])
 
 
 def _flat_bytes(buffer: NDArray[Any] | memoryview | bytearray | bytes, size: int) -> NDArray[np.uint8]:

@@ -67,6 +67,7 @@ class StartPush(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     target_node_id: str
     decode_worker_id: str
+    prompt_tokens: int
 
 
 class ComputePrompt(msgspec.Struct, frozen=True, kw_only=True):

@@ -215,8 +215,10 @@ class PromptComputation:
 
     def _store_layer(self, table: list[int], blocks: range) -> Callable[[int], None]:
         """For the compute thread: copies a layer of these blocks into the pool's slots. Committed ones stay as they
-        are: others may be reading them.
+        are: others may be reading them. Of the block that the prompt ends in only its tokens are copied.
         """
+        last, tokens = divmod(len(self._prompt.token_ids), self._layout.block_tokens)
+        tail = {last: tokens}
 
         def store(layer: int) -> None:
             for block in blocks:
@@ -224,7 +226,7 @@ class PromptComputation:
                     number = self._prompt.slots[block]
                     with self._pool.writing(number, self.order_id):
                         slot = self._pool.layer_block(number, layer)
-                        self._engine.cache.read_block(layer, table[block], slot)
+                        self._engine.cache.read_block(layer, table[block], slot, tail.get(block, 0))
             self._tell(
                 LayerStored(
                     at_ns=time.monotonic_ns(),

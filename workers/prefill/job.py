@@ -335,6 +335,7 @@ class Job:
                 request_id=order.request_id,
                 target_node_id=order.decode_node_id,
                 decode_worker_id=order.decode_worker_id,
+                prompt_tokens=order.prompt_tokens,
             )
         )
 

@@ -193,6 +193,7 @@ class PrefillWorker(PromptWorker):
                 action.request_id,
                 target_node_id=action.target_node_id,
                 decode_worker_id=action.decode_worker_id,
+                tokens=action.prompt_tokens,
             )
         except (StoreError, BusError) as problem:
             event = OpenPushFailed(

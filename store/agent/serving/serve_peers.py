@@ -73,6 +73,7 @@ class PeerService:
             epochs=hold.epochs,
             present=hold.present,
             lease_ttl_ns=self._context.config.lease_ttl_ns,
+            takes_part=True,
         )
 
     async def renew(self, request: messages.RenewBlocks) -> messages.Done:

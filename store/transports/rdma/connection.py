@@ -194,7 +194,7 @@ class RdmaConnection:
             for local, theirs, size in self._pieces(message, peer):
                 wr_id = self.number << 16 | 0xFF
                 self.handle.write(wr_id, self._context.pool, local, (theirs, self._pool[1]), size)
-            runs = [Run(item.remote_slot, item.first_layer, item.layers) for item in message]
+            runs = [Run(item.remote_slot, item.first_layer, item.layers, item.fill) for item in message]
             arrived = wire.Arrived(order_id=call.order_id, party=call.party, runs=runs, sums=sums)
             self.tell(cell, wire.pack(arrived), answer=False)
             waiting.append(cell)
@@ -225,6 +225,10 @@ class RdmaConnection:
         for item in message:
             local = self._context.pool.address + (item.local_slot * layers + item.first_layer) * layer_bytes
             theirs = self._pool[0] + (item.remote_slot * layers + item.first_layer) * layer_bytes
+            if item.fill:
+                for start in range(0, item.layers * layer_bytes, layer_bytes // 2):
+                    yield local + start, theirs + start, item.fill
+                continue
             size = item.layers * layer_bytes
             step = max(PIECE_BYTES, -(-size // PIECES))
             for start in range(0, size, step):
@@ -243,7 +247,7 @@ class RdmaConnection:
             sums: list[int] = []
             for item in message:
                 cancellation.check()
-                sums += run_sums(view, item.local_slot, item.first_layer, item.layers)
+                sums += run_sums(view, item.local_slot, item.first_layer, item.layers, item.fill)
             return sums
 
         return await in_thread(self._context.executor, hashed, cancellation)

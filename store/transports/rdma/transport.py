@@ -42,6 +42,8 @@ from halfmoon.store.transports.base import (
     Slice,
     TransportKind,
     check_items,
+    moved_bytes,
+    slots_of,
 )
 from halfmoon.store.transports.rdma import wire
 from halfmoon.store.transports.rdma.connection import (
@@ -386,27 +388,25 @@ class RdmaTransport:
             return wire.WriteVerdict("malformed", f"malformed: {problem}")
         at = self._view.geometry
         for run in arrived.runs:
-            inside = 0 <= run.slot < at.slots and run.first_layer >= 0 and run.layers >= 1
-            if not inside or run.first_layer + run.layers > at.layers:
+            if not run.inside(at):
                 return wire.WriteVerdict("outside", f"slot {run.slot}, layers {run.first_layer}+{run.layers}")
         if len(arrived.sums) != sum(run.layers for run in arrived.runs):
             return wire.WriteVerdict(
                 "malformed_write",
                 f"{len(arrived.sums)} checksums for {sum(run.layers for run in arrived.runs)} layers",
             )
-        if reason := self._access.begin_write(
-            arrived.order_id, arrived.party, [run.slot for run in arrived.runs]
-        ):
+        slots, parts = slots_of(arrived.runs)
+        if reason := self._access.begin_write(arrived.order_id, arrived.party, slots, parts=parts):
             return wire.WriteVerdict("no_reservation", reason[:500])
         try:
             sums = iter(arrived.sums)
             for run in arrived.runs:
                 expected = [next(sums) for _ in range(run.layers)]
-                if run_sums(self._view, run.slot, run.first_layer, run.layers) != expected:
+                if run_sums(self._view, run.slot, run.first_layer, run.layers, run.fill) != expected:
                     return wire.WriteVerdict("corrupted", f"slot {run.slot} is not what was sent")
         finally:
             self._access.end_write(arrived.order_id, arrived.party)
-        self._counters["rdma_written_bytes"] += len(arrived.sums) * at.layer_block_bytes
+        self._counters["rdma_written_bytes"] += moved_bytes(arrived.runs, at.layer_block_bytes)
         return wire.WriteVerdict()
 
     def _require_open(self) -> None:

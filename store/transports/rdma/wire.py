@@ -112,17 +112,19 @@ pack = msgspec.msgpack.Encoder().encode
 
 
 def messages(items: Sequence[Slice], layer_block_bytes: int) -> Iterator[list[Slice]]:
-    """`items` cut into messages."""
+    """`items` cut into messages. Layers that are filled in part count as runs: each has its own work requests."""
     most = min(LAYERS_PER_MESSAGE, max(1, MESSAGE_BYTES // layer_block_bytes))
     message: list[Slice] = []
-    held = 0
+    held = runs = 0
     for item in items:
-        for first in range(item.first_layer, item.first_layer + item.layers, most):
-            layers = min(most, item.first_layer + item.layers - first)
-            if message and (held + layers > most or len(message) == RUNS_PER_MESSAGE):
+        step = min(most, RUNS_PER_MESSAGE) if item.fill else most
+        for first in range(item.first_layer, item.first_layer + item.layers, step):
+            layers = min(step, item.first_layer + item.layers - first)
+            more = layers if item.fill else 1
+            if message and (held + layers > most or runs + more > RUNS_PER_MESSAGE):
                 yield message
-                message, held = [], 0
-            message.append(Slice(item.local_slot, item.remote_slot, first, layers))
-            held += layers
+                message, held, runs = [], 0, 0
+            message.append(item._replace(first_layer=first, layers=layers))
+            held, runs = held + layers, runs + more
     if message:
         yield message

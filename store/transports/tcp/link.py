@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from halfmoon.store.errors import BytesCorrupted, HolderUnreachable, TransferError, TransferRefused
-from halfmoon.store.pool.checksums import run_sums
+from halfmoon.store.pool.checksums import row_sums, run_bytes, run_sums
 from halfmoon.store.pool.segment import PoolView
 from halfmoon.store.transports.base import Call, Peer, Run, Slice
 from halfmoon.store.transports.tcp import wire
@@ -110,13 +110,11 @@ class TcpLink:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _send_write(self, message: list[Slice], call: Call, timer: StallTimer) -> None:
-        sums: list[int] = []
-        for item in message:
-            sums += run_sums(self._view, item.local_slot, item.first_layer, item.layers)
-        runs = [Run(item.remote_slot, item.first_layer, item.layers) for item in message]
+        rows = [run_bytes(self._view, i.local_slot, i.first_layer, i.layers, i.fill) for i in message]
+        sums = [one for some in rows for one in row_sums(some)]
+        runs = [Run(item.remote_slot, item.first_layer, item.layers, item.fill) for item in message]
         header = wire.Write(order_id=call.order_id, party=call.party, runs=runs, sums=sums)
-        payload = [wire.memory(self._view, i.local_slot, i.first_layer, i.layers) for i in message]
-        self._send(header, timer, payload)
+        self._send(header, timer, [some.reshape(-1).data for some in rows])
 
     def _take(self, message: list[Slice], chunk: wire.AnyFrame, timer: StallTimer) -> None:
         """The payload of a chunk, straight into the slots, verified."""

@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from halfmoon.store.pool.checksums import run_sums
+import numpy as np
+
+from halfmoon.store.pool.checksums import filled, row_sums
 from halfmoon.store.pool.segment import PoolView
-from halfmoon.store.transports.base import Run, SlotAccess
+from halfmoon.store.transports.base import Run, SlotAccess, slots_of
 from halfmoon.store.transports.tcp import wire
 from halfmoon.store.transports.tcp.channel import FrameMissing, Frames
 
@@ -100,6 +102,8 @@ class TcpService:
 
     def _read(self, session: wire.Session, header: wire.Read, reply: Reply) -> None:
         self._check_runs(header.runs)
+        if any(run.fill for run in header.runs):
+            raise RequestRefused("malformed", "what is read is whole blocks")
         at = self._view.geometry
         size = sum(run.layers for run in header.runs) * at.layer_block_bytes
         if size > max(wire.STREAM_BYTES, at.layer_block_bytes):
@@ -122,34 +126,42 @@ class TcpService:
                 "malformed_write",
                 f"{len(header.sums)} checksums for {sum(run.layers for run in header.runs)} layers",
             )
-        slots = [run.slot for run in header.runs]
-        if reason := self._access.begin_write(header.order_id, header.party, slots):
+        slots, parts = slots_of(header.runs)
+        if reason := self._access.begin_write(header.order_id, header.party, slots, parts=parts):
             raise RequestRefused("no_reservation", reason)
         try:
             sums = iter(header.sums)
             for run in header.runs:
-                into = wire.memory(self._view, run.slot, run.first_layer, run.layers)
+                into = self._room_for(run)
                 size = frames.into(into)
                 if size < 0:
                     raise RequestRefused("wrong_size", "payload is missing")
                 if size != len(into):
                     raise RequestRefused("wrong_size", f"a frame of {size} bytes where {len(into)} were due")
                 self.count("tcp_written_bytes", size)
-                expected = [next(sums) for _ in range(run.layers)]
-                if run_sums(self._view, run.slot, run.first_layer, run.layers) != expected:
+                came = np.frombuffer(into, np.uint8).reshape(run.layers, -1)
+                if row_sums(came) != [next(sums) for _ in range(run.layers)]:
                     raise RequestRefused("corrupted", f"slot {run.slot} is not what was sent")
+                if run.fill:
+                    layers = self._view.blocks[run.slot, run.first_layer : run.first_layer + run.layers]
+                    np.copyto(filled(layers, run.fill), came.reshape(run.layers, 2, run.fill))
             if frames.more():
                 raise RequestRefused("wrong_size", "more payload than was announced")
         finally:
             self._access.end_write(header.order_id, header.party)
+
+    def _room_for(self, run: Run) -> memoryview:
+        """Where its bytes go: the slot's own memory, or room for what is packed."""
+        if not run.fill:
+            return wire.memory(self._view, run.slot, run.first_layer, run.layers)
+        return memoryview(bytearray(2 * run.fill * run.layers))
 
     def _check_runs(self, runs: Sequence[Run]) -> None:
         if len(runs) > wire.RUNS_PER_MESSAGE:
             raise RequestRefused("too_large", f"{len(runs)} runs in one message")
         at = self._view.geometry
         for run in runs:
-            inside = 0 <= run.slot < at.slots and run.first_layer >= 0 and run.layers >= 1
-            if not inside or run.first_layer + run.layers > at.layers:
+            if not run.inside(at):
                 raise RequestRefused(
                     "outside", f"slot {run.slot}, layers {run.first_layer}+{run.layers} outside of the pool"
                 )

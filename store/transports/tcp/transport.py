@@ -157,7 +157,7 @@ class TcpTransport:
         if self._closed or len(items) > RUNS_PER_MESSAGE:
             return False
         check_items(self._view.geometry, peer.geometry, items)
-        if not items or moved_bytes(peer.geometry, items) > SMALL_BYTES:
+        if not items or moved_bytes(items, peer.geometry.layer_block_bytes) > SMALL_BYTES:
             return False
         link = self._take_idle(peer, self._endpoint(peer))
         if link is None or not link.can_exchange():

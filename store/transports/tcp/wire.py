@@ -15,8 +15,9 @@ of another connection can be replayed, and headers are numbered, so that nothing
 protected by CURVE where the link is encrypted; in any case a layer of a block counts only when its xxh3_64 is
 the one in the header.
 
-A payload frame is a run of layers of one block, whole layers, of at most 512 KiB (or one layer, when that is
-larger): small enough to be in the cache still when it is verified.
+A payload frame is a run of layers of one block, of at most 512 KiB (or one layer, when that is larger): small
+enough to be in the cache still when it is verified. Layers are whole; of a block that is filled in part a Write
+has what is filled of each (`Run.fill`), packed.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from halfmoon.store.pool.checksums import run_bytes
 from halfmoon.store.pool.segment import PoolView
-from halfmoon.store.transports.base import Run, Slice, joined
+from halfmoon.store.transports.base import Run, Slice, joined, layer_bytes
 
 FRAME_BYTES = 512 * 1024
 
@@ -198,17 +200,18 @@ def split(
     """`items` cut into messages: runs of at most FRAME_BYTES, together at most `message_bytes` (one layer at
     least).
     """
-    layers_max = max(1, FRAME_BYTES // layer_block_bytes)
     message: list[Slice] = []
     total = 0
     for item in joined(items):
+        each = layer_bytes(item, layer_block_bytes)
+        layers_max = max(1, FRAME_BYTES // each)
         for first in range(item.first_layer, item.first_layer + item.layers, layers_max):
             layers = min(layers_max, item.first_layer + item.layers - first)
-            size = layers * layer_block_bytes
+            size = layers * each
             if message and (total + size > message_bytes or len(message) == RUNS_PER_MESSAGE):
                 yield message
                 message, total = [], 0
-            message.append(Slice(item.local_slot, item.remote_slot, first, layers))
+            message.append(item._replace(first_layer=first, layers=layers))
             total += size
     if message:
         yield message
@@ -220,6 +223,6 @@ def frame_bytes_max(view: PoolView) -> int:
 
 
 def memory(view: PoolView, slot: int, first_layer: int, layers: int) -> memoryview:
-    """The bytes of a run, flat, no copy."""
-    run: memoryview = view.blocks[slot, first_layer : first_layer + layers].reshape(-1).data
+    """The bytes of a run of whole layers, flat, no copy."""
+    run: memoryview = run_bytes(view, slot, first_layer, layers).reshape(-1).data
     return run
