@@ -85,8 +85,8 @@ class TransferRules(AdmissionRules, frozen=True):
     link_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 2_000_000_000
     ssd_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 500_000_000
     link_latency_ns: Ns = 500_000
-    #: A push of less than a block takes as long as its messages, and teaches nothing of a link's bandwidth; False, as in
-    #: older logs, whose pushes were of whole blocks: it teaches.
+    #: A push of less than a block takes as long as its messages, and teaches nothing of a link's bandwidth; False, as
+    #: in older logs, whose pushes were of whole blocks: it teaches.
     links_by_blocks: bool = False
     #: Number of other holders that are named with a fetch, to turn to when its source fails.
     fetch_replicas: Annotated[int, Meta(ge=0, le=16)] = 0

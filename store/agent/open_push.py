@@ -36,8 +36,8 @@ async def open_push(context: AgentContext, owner: Owner, request: OpenPush) -> N
 
 
 def _check_tokens(layout: Layout, hold: Hold, tokens: int) -> None:
-    """Raises ValueError for what is not the length of the order's prompt: a block that is moved in part is one without
-    a key, so that it is never committed.
+    """Raises ValueError when `tokens` is not the length of the order's prompt: a block that is moved in part has no
+    key, so that it is never committed.
     """
     if tokens and layout.blocks(tokens) != len(hold.slots):
         raise ValueError(f"tokens: {tokens} are not {len(hold.slots)} blocks of {layout.block_tokens}")

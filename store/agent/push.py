@@ -9,7 +9,7 @@
 One task moves for each order. Pushes that queue up while it copies are moved together, so that a slow link
 costs throughput and not a round trip for each layer. A push to the own node moves nothing: both workers hold
 the same slots. Of the block that a prompt ends in only its tokens move: the rest of the slot at the target keeps the
-bytes of whoever had it before, which nobody reads.
+bytes of its previous order, which nobody reads.
 
 Source: Mooncake (2407.00079), section 5.2 (layer-wise prefill); section 4 (messenger).
 """

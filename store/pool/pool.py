@@ -349,7 +349,7 @@ class Pool:
                 return f"slot {slot} is not reserved for this order"
             if self.slots[slot].state is not SlotState.RESERVED:
                 return f"slot {slot} is {self.slots[slot].state.value}"
-        # What is written in part keeps bytes of whoever had the slot before, and what has a key is read by others.
+        # A slot written in part keeps bytes of its previous order, and a block with a key is read by others.
         keyed = [slot for slot in parts if self.slots[slot].key]
         return f"slot {keyed[0]} has a key and is written in part" if keyed else ""
 

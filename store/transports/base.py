@@ -46,9 +46,9 @@ NEAR = 10
 class Slice(NamedTuple):
     """`layers` layers from `first_layer` on, of one block: one contiguous run of bytes in both pools.
 
-    `fill`: of a block that is filled in part, so many bytes of each layer's keys and so many of its values are moved,
-    which are the two halves of a layer; 0: all. For writes into slots without a key: what has one is read by others,
-    and so is whole.
+    `fill`: for a block that is filled in part, the bytes that are moved of each layer's keys, and as many of its
+    values, which are the two halves of a layer; 0: all. For writes into slots without a key only: others read a block
+    with a key, so it is whole.
     """
 
     local_slot: int
