@@ -111,6 +111,7 @@ def test_openais_client_raises_its_own_errors(run: Any) -> None:
     run(scenario, api_keys={"k1": ""})
 
 
+@pytest.mark.pure
 def test_a_cpu_on_which_exact_numerics_do_not_hold_is_told(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         cluster.double.exact_numerics = "not_held"
@@ -128,6 +129,7 @@ def test_a_cpu_on_which_exact_numerics_do_not_hold_is_told(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_what_operators_look_at(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(cluster: Any) -> None:
         await cluster.post("/v1/completions", {"prompt": "Once", "max_tokens": 5})
@@ -162,6 +164,7 @@ def test_what_operators_look_at(run: Any, monkeypatch: pytest.MonkeyPatch) -> No
     run(scenario)
 
 
+@pytest.mark.pure
 def test_decode_workers_without_attention_are_told_as_not_ready_and_why(run: Any) -> None:
     why = "decode workers keep no KV, and no attention worker is ready"
 
@@ -180,6 +183,7 @@ def test_decode_workers_without_attention_are_told_as_not_ready_and_why(run: Any
     run(scenario)
 
 
+@pytest.mark.pure
 def test_unknown_paths_and_methods_get_errors_of_the_same_form(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         for method, path, status in (

@@ -35,6 +35,7 @@ async def said(stream: Any) -> str:
     return "".join([chunk.choices[0].text async for chunk in stream])
 
 
+@pytest.mark.pure
 def test_every_refusal_is_an_error_of_its_own(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         ask = ASK
@@ -66,6 +67,7 @@ def test_every_refusal_is_an_error_of_its_own(run: Any) -> None:
     run(scenario, api_keys={"k": "mine"})
 
 
+@pytest.mark.pure
 def test_what_is_not_the_clients_fault_has_errors_too(run: Any) -> None:
     """No request is ever in conflict with another (409): one whose name is taken is 422, as above."""
 
@@ -90,6 +92,7 @@ def test_what_is_not_the_clients_fault_has_errors_too(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_what_fails_in_mid_stream_is_an_error_of_the_stream(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         async with client_of(cluster, retries=2) as client:
@@ -113,6 +116,7 @@ def test_what_fails_in_mid_stream_is_an_error_of_the_stream(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_clients_classes_take_log_probabilities_of_a_prompt(run: Any, tokenizer: Tokenizer) -> None:
     """As those who measure models ask for them; what OpenAI does not know is among a class's further fields."""
     count = len(tokenizer.encode("Once upon a time"))
@@ -144,6 +148,7 @@ def test_a_clients_classes_take_log_probabilities_of_a_prompt(run: Any, tokenize
     run(scenario)
 
 
+@pytest.mark.pure
 def test_an_answer_that_was_cut_is_no_object(run: Any) -> None:
     """OpenAI's helper says that the length ended it, and not that its JSON is broken."""
 
@@ -193,6 +198,7 @@ def test_fifty_streams_at_once_are_each_whole(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_stream_that_is_left_is_cancelled_everywhere(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         async def begin(double: Any, seq: int, arrived: RequestArrived) -> None:

@@ -149,6 +149,7 @@ def test_what_fails_behind_a_comment_is_an_event(run: Any) -> None:
     run(scenario, sse_comment_s=PAUSE_S)
 
 
+@pytest.mark.pure
 def test_without_a_pause_there_are_no_comments(run: Any) -> None:
     async def scenario(cluster: Cluster) -> None:
         for path, body in ASKS:
