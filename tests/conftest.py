@@ -72,6 +72,10 @@ GARBAGE = (100_000, 20, 50)
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
+    # Pytest adds its handlers to each logger that hands nothing on, six times a test. Torch has forty of them.
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.set_threshold(*GARBAGE)
     gc.enable()
     gc.freeze()
@@ -133,9 +137,10 @@ def logging_as_it_was() -> Iterator[None]:
         handler.filters.clear()
     for handler, formatter in formats:
         handler.setFormatter(formatter)
-    logging.getLogger().setLevel(logging.WARNING)
-    for name in ("halfmoon", "halfmoon.say"):
-        logging.getLogger(name).setLevel(logging.NOTSET)
+    levels = {"": logging.WARNING, "halfmoon": logging.NOTSET, "halfmoon.say": logging.NOTSET}
+    for name, level in levels.items():
+        if (logger := logging.getLogger(name)).level != level:  # each setting goes over all loggers there are
+            logger.setLevel(level)
 
 
 @pytest.fixture

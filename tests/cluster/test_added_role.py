@@ -10,7 +10,6 @@ import nats
 import orjson
 import pytest
 import torch
-import transformers
 
 from halfmoon.schemas import subjects
 from tests.anchored import PAGE, apply, diff_of, parts
@@ -41,6 +40,8 @@ def two_layers() -> Directory:
 
 def expected(model: Path, tokens: list[int]) -> torch.Tensor:
     """By transformers: the mean of what enters the last layer, of length 1."""
+    import transformers
+
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.inference_mode():
         states = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states

@@ -6,8 +6,6 @@ import json
 import re
 from typing import Any
 
-import anthropic
-import openai
 import pydantic
 import pytest
 from frontend_double import MODEL, Double
@@ -18,6 +16,10 @@ from halfmoon.schemas.api.requests import ApiRequest, parse_chat
 from halfmoon.schemas.api.responses import parse_responses
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from tests.lazily import Lazily
+
+anthropic: Any = Lazily("anthropic")
+openai: Any = Lazily("openai")
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 ASK = "Weather in Rome?"

@@ -7,7 +7,6 @@ import json
 import socket
 from typing import Any
 
-import openai
 import pytest
 from frontend_double import ANSWER, MODEL
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,6 +15,9 @@ from halfmoon.cli.status import describe
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.frontend import cluster_status
 from tests.eventually import eventually
+from tests.lazily import Lazily
+
+openai: Any = Lazily("openai")
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

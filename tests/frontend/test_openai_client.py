@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pydantic
 import pytest
 from frontend_double import ANSWER, MODEL, FailsLater, fail, whole_answer
 
 from halfmoon.schemas.events import RequestArrived, RequestCancelled
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from tests.lazily import Lazily
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = Lazily("openai")
 
 STREAMS = 50
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 2}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 from frontend_double import ANSWER, MODEL, Double, FailsLater
 
@@ -15,6 +13,14 @@ from halfmoon.schemas.api.requests import parse_chat
 from halfmoon.schemas.api.responses import parse_responses
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from tests.lazily import Lazily
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+else:
+    anthropic = Lazily("anthropic")
+    openai = Lazily("openai")
 
 ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 

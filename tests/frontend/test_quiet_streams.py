@@ -6,14 +6,16 @@ import asyncio
 import json
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from frontend_double import ANSWER, MODEL, Cluster, Double
 
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.frontend.edges.http_answer import COMMENT
 from tests.eventually import eventually
+from tests.lazily import Lazily
+
+anthropic: Any = Lazily("anthropic")
+openai: Any = Lazily("openai")
 
 #: Each wait for the worker is longer than some of these.
 PAUSE_S = 0.005
