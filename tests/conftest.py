@@ -13,8 +13,8 @@ import pytest
 from hypothesis import settings
 
 from halfmoon.bus.embedded import EmbeddedServer
-from tests import guardian, reruns
-from tests.realtime import is_realtime, sockets_only_if, starts_clusters
+from tests import guardian, nats_in_process, reruns
+from tests.realtime import is_realtime, no_processes_if, sockets_only_if, starts_clusters
 
 # The same examples each time: a change is judged by what it changed. `--hypothesis-profile=default` draws others.
 settings.register_profile("same", derandomize=True)
@@ -72,6 +72,10 @@ GARBAGE = (100_000, 20, 50)
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
+    # Pytest adds its handlers to each logger that hands nothing on, six times a test. Torch has forty of them.
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.set_threshold(*GARBAGE)
     gc.enable()
     gc.freeze()
@@ -117,8 +121,10 @@ def collected(request: pytest.FixtureRequest) -> set[str]:
 
 
 @pytest.fixture(autouse=True)
-def sockets_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    with sockets_only_if(marked=request.node.get_closest_marker("realtime") is not None):
+def sockets_and_processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    marked = request.node.get_closest_marker("realtime") is not None
+    pure = request.node.get_closest_marker("pure") is not None
+    with sockets_only_if(marked=marked), no_processes_if(pure=pure):
         yield
 
 
@@ -131,9 +137,10 @@ def logging_as_it_was() -> Iterator[None]:
         handler.filters.clear()
     for handler, formatter in formats:
         handler.setFormatter(formatter)
-    logging.getLogger().setLevel(logging.WARNING)
-    for name in ("halfmoon", "halfmoon.say"):
-        logging.getLogger(name).setLevel(logging.NOTSET)
+    levels = {"": logging.WARNING, "halfmoon": logging.NOTSET, "halfmoon.say": logging.NOTSET}
+    for name, level in levels.items():
+        if (logger := logging.getLogger(name)).level != level:  # each setting goes over all loggers there are
+            logger.setLevel(level)
 
 
 @pytest.fixture
@@ -144,5 +151,9 @@ def nats_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def nats_url(nats_server: EmbeddedServer) -> str:
-    return nats_server.url
+def nats_url(request: pytest.FixtureRequest) -> str:
+    """Of a test that is marked `pure`, where `run_at` has a server within the process."""
+    if request.node.get_closest_marker("pure"):
+        return nats_in_process.URL
+    server: EmbeddedServer = request.getfixturevalue("nats_server")
+    return server.url

@@ -2,7 +2,9 @@
 
 A test rests on real time where a server, another process, a socket or a second of the clock takes part: by folder, and
 by file where a folder holds both kinds. In a file of which few tests do, these carry the marker themselves.
-tests/test_tidy.py finds files that are missing here, `sockets_only_if` tests.
+tests/test_tidy.py finds files that are missing here, `sockets_only_if` tests, and `no_processes_if` those of its files
+that say they are `pure`. A frontend whose tests are has its server and its sockets within the process
+(tests/in_process.py).
 
     python -m tests.realtime     # how many functions of tests there are, and how many of them rest on real time
 """
@@ -111,14 +113,15 @@ def starts_clusters(path: str) -> bool:
 
 
 class Sockets:
-    """Counts the sockets of Python that this process binds and connects: `opened`."""
+    """Counts the sockets of Python that this process binds and connects, `opened`, and what it starts, `processes`."""
 
     def __init__(self) -> None:
-        self.opened = 0
+        self.opened = self.processes = 0
         sys.addaudithook(self._heard)
 
     def _heard(self, event: str, _: tuple[Any, ...]) -> None:
         self.opened += event in ("socket.bind", "socket.connect")
+        self.processes += event in ("subprocess.Popen", "os.fork", "os.posix_spawn")
 
 
 SOCKETS = Sockets()
@@ -133,6 +136,16 @@ def sockets_only_if(marked: bool) -> Iterator[None]:
     yield
     assert marked or SOCKETS.opened == before, (
         "it opens sockets and is not marked `realtime`: see tests/realtime.py"
+    )
+
+
+@contextlib.contextmanager
+def no_processes_if(pure: bool) -> Iterator[None]:
+    """Around a test. Elsewhere one may wait for a process that only computes; `pure` says that there is none."""
+    before = SOCKETS.processes
+    yield
+    assert not pure or SOCKETS.processes == before, (
+        "it starts processes and is marked `pure`: see tests/realtime.py"
     )
 
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.realtime import ELSEWHERE, counted, is_realtime, sockets_only_if, starts_clusters
+from tests.realtime import (
+    ELSEWHERE,
+    counted,
+    is_realtime,
+    no_processes_if,
+    sockets_only_if,
+    starts_clusters,
+)
 
 
 @pytest.mark.realtime
@@ -22,6 +30,18 @@ def test_a_test_that_opens_a_socket_is_marked() -> None:
     ):
         pass
     with sockets_only_if(marked=False), socket.socket():
+        pass
+
+
+def test_a_test_that_starts_a_process_is_not_pure() -> None:
+    with no_processes_if(pure=False):
+        subprocess.run(["true"], check=True)
+    with (
+        pytest.raises(AssertionError, match="starts processes and is marked `pure`"),
+        no_processes_if(pure=True),
+    ):
+        subprocess.run(["true"], check=True)
+    with no_processes_if(pure=True):
         pass
 
 

@@ -119,7 +119,9 @@ def test_fine(): pass
     assert (tmp_path / "slow").read_text() == "xx"
 
 
-def test_a_stall_counts_for_the_test_in_which_it_was(tmp_path: Path) -> None:
+def test_a_stall_counts_for_the_test_in_which_it_was_and_for_each_that_shares_its_fixture(
+    tmp_path: Path,
+) -> None:
     status, said = run(
         tmp_path,
         """
@@ -137,19 +139,7 @@ def test_stalled_and_fine():
 def test_only_late():
     first_time("only late")
     raise Late("the sun")
-""",
-    )
-    assert status == pytest.ExitCode.TESTS_FAILED, said
-    assert "1 failed, 1 passed, 1 late" in said
-    assert re.search("FAILED .*::test_only_late", said)
-    assert "Late, and nothing stood still" in said
-    assert [(tmp_path / name).read_text() for name in ("stalled", "only late")] == ["xx", "x"]
 
-
-def test_a_fixture_whose_stall_several_tests_share_is_late_for_each(tmp_path: Path) -> None:
-    status, said = run(
-        tmp_path,
-        """
 @pytest.fixture(scope="session")
 def server():
     if first_time("server"):
@@ -162,29 +152,51 @@ def test_one(server): pass
 def test_another(server): pass
 """,
     )
-    assert status == 0, said
-    assert "2 late" in said
-
-
-WRONG = {
-    "late, and nothing stood still": "@pytest.mark.realtime\ndef test_wrong():\n"
-    "    if first_time('once'): raise Late('x')\n",
-    "a wrong value": "@pytest.mark.realtime\ndef test_wrong():\n    first_time('once')\n    assert 1 == 2\n",
-    "late, and not of real time": "def test_wrong():\n    if first_time('once'): late('x')\n",
-    "wrong and late at once": "@pytest.mark.realtime\ndef test_wrong():\n    first_time('once')\n"
-    "    stall()\n    raise ExceptionGroup('x', [Late('y'), ValueError('z')])\n",
-}
-
-
-@pytest.mark.parametrize("source", WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_red_at_once(tmp_path: Path, source: str) -> None:
-    status, said = run(tmp_path, source)
     assert status == pytest.ExitCode.TESTS_FAILED, said
-    assert "1 failed" in said
-    assert (tmp_path / "once").read_text() == "x"
+    assert "1 failed, 1 passed, 3 late" in said
+    assert re.search("FAILED .*::test_only_late", said)
+    assert "Late, and nothing stood still" in said
+    assert [(tmp_path / name).read_text() for name in ("stalled", "only late")] == ["xx", "x"]
 
 
-def test_who_is_late_twice_or_wrong_the_second_time_is_red(tmp_path: Path) -> None:
+def test_what_is_wrong_is_red_at_once(tmp_path: Path) -> None:
+    status, said = run(
+        tmp_path,
+        """
+@pytest.mark.realtime
+def test_late_and_nothing_stood_still():
+    if first_time("still"):
+        raise Late("x")
+
+@pytest.mark.realtime
+def test_a_wrong_value():
+    first_time("value")
+    assert 1 == 2
+
+def test_late_and_not_of_real_time():
+    if first_time("unmarked"):
+        late("x")
+
+@pytest.mark.realtime
+def test_wrong_and_late_at_once():
+    first_time("both")
+    stall()
+    raise ExceptionGroup("x", [Late("y"), ValueError("z")])
+""",
+    )
+    assert status == pytest.ExitCode.TESTS_FAILED, said
+    assert "4 failed" in said
+    assert [(tmp_path / once).read_text() for once in ("still", "value", "unmarked", "both")] == ["x"] * 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="one process"),
+        pytest.param(TWO, id="two processes", marks=pytest.mark.slow),
+    ],
+)
+def test_who_is_late_twice_or_wrong_the_second_time_is_red(tmp_path: Path, options: tuple[str, ...]) -> None:
     status, said = run(
         tmp_path,
         """
@@ -199,7 +211,7 @@ def test_wrong_alone():
         late("the sun")
     assert 1 == 2
 """,
-        *TWO,
+        *options,
     )
     assert status == pytest.ExitCode.TESTS_FAILED, said
     assert "2 failed" in said
@@ -244,7 +256,10 @@ def test_slow(number):
     assert (tmp_path / "0").read_text() == "x"
 
 
-@pytest.mark.parametrize("processes", [("-p", "xdist"), TWO], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "processes",
+    [pytest.param(("-p", "xdist"), id="one", marks=pytest.mark.slow), pytest.param(TWO, id="two")],
+)
 def test_the_largest_stall_and_its_test_stand_at_the_end(tmp_path: Path, processes: tuple[str, ...]) -> None:
     status, said = run(tmp_path, "def test_quick(): pass\ndef test_stalled(): stall()\n", *processes)
     assert status == 0, said

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+from importlib.util import cache_from_source
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def copy_tree(folder: Path, *patterns: str) -> Path:
-    """What git has or would add, links as links; with `patterns` (git's), only what one of them matches."""
+    """What git has or would add, links as links; with `patterns` (git's), only what one of them matches.
+
+    Bytecode comes along: each process of a cluster that starts there would compile all modules at the same time.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns],
         cwd=ROOT,
@@ -25,5 +30,9 @@ def copy_tree(folder: Path, *patterns: str) -> Path:
         if source.is_symlink():
             target.symlink_to(source.readlink())
         else:
-            target.write_bytes(source.read_bytes())
+            shutil.copy2(source, target)  # with its time, which bytecode is told by
+            if name.endswith(".py") and (compiled := Path(cache_from_source(str(source)))).exists():
+                kept = Path(cache_from_source(str(target)))
+                kept.parent.mkdir(exist_ok=True)
+                shutil.copy2(compiled, kept)
     return folder

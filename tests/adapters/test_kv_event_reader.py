@@ -1,10 +1,12 @@
-"""An engine's batches over real sockets: each once and in order, whatever is missed, repeated, out of order or anew."""
+"""An engine's batches over ZeroMQ: each once and in order, whatever is missed, repeated, out of order or anew."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 
 import msgspec
 import pytest
@@ -18,15 +20,23 @@ from tests.eventually import eventually, within
 
 
 class Publisher:
-    """An engine's two sockets, and what the reader beside it was told: numbers of batches, "lost", "restarted"."""
+    """An engine's two ends, and what the reader beside it was told: numbers of batches, "lost", "restarted".
 
-    def __init__(self) -> None:
+    They are ports, or, of a test that is marked `pure`, ZeroMQ's own queues within the process.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context | None) -> None:
         self.heard: list[int | str] = []
-        self._context = zmq.asyncio.Context()
+        self._context = context or zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.XPUB)
         self._router = self._context.socket(zmq.ROUTER)
-        ports = [one.bind_to_random_port("tcp://127.0.0.1") for one in (self._pub, self._router)]
-        self.events, self.replay = (f"tcp://127.0.0.1:{port}" for port in ports)
+        if context is None:
+            ports = [one.bind_to_random_port("tcp://127.0.0.1") for one in (self._pub, self._router)]
+            self.events, self.replay = (f"tcp://127.0.0.1:{port}" for port in ports)
+        else:
+            self.events, self.replay = "inproc://events", "inproc://replay"
+            self._pub.bind(self.events)
+            self._router.bind(self.replay)
 
     def batch_told(self, batch: EventBatch) -> None:
         (event,) = batch.events
@@ -71,9 +81,25 @@ def payload(number: int, at_s: float) -> bytes:
     return msgspec.msgpack.encode([at_s, [{"type": "BlockRemoved", "block_hashes": [number]}], 0])
 
 
+Reading = Callable[..., AbstractAsyncContextManager[tuple[Publisher, KvEventReader]]]
+
+
+@pytest.fixture(name="reading")
+def any_reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Reading:
+    """`reading(replay=...)`: a publisher, and the reader that is subscribed to it."""
+    context = None
+    if request.node.get_closest_marker("pure"):
+        context = zmq.asyncio.Context()  # of both ends, as queues within a process need it
+        monkeypatch.setattr(context, "term", lambda: None)  # the reader's, while the engine is there
+        monkeypatch.setattr(zmq.asyncio, "Context", lambda: context)
+    return functools.partial(reading_of, context)
+
+
 @contextlib.asynccontextmanager
-async def reading(*, replay: bool = True) -> AsyncIterator[tuple[Publisher, KvEventReader]]:
-    engine = Publisher()
+async def reading_of(
+    context: zmq.asyncio.Context | None, *, replay: bool = True
+) -> AsyncIterator[tuple[Publisher, KvEventReader]]:
+    engine = Publisher(context)
     reader = KvEventReader(engine, events=engine.events, replay=engine.replay if replay else "")
     reader.open()
     task = asyncio.create_task(reader.run())
@@ -89,13 +115,14 @@ async def reading(*, replay: bool = True) -> AsyncIterator[tuple[Publisher, KvEv
         engine.close()
 
 
-async def test_what_comes_twice_is_told_once() -> None:
+@pytest.mark.pure
+async def test_what_comes_twice_is_told_once(reading: Reading) -> None:
     async with reading() as (engine, _):
         await engine.send(0, 1, 1, 0, 2)
         await engine.told(0, 1, 2)
 
 
-async def test_what_was_missed_is_asked_for() -> None:
+async def test_what_was_missed_is_asked_for(reading: Reading) -> None:
     async with reading() as (engine, reader):
         await engine.send(0, 3)
         await engine.answer(1, [1, 2, 3])
@@ -104,27 +131,34 @@ async def test_what_was_missed_is_asked_for() -> None:
         assert (reader.counts["gaps"], reader.counts["lost"]) == (1, 0)
 
 
-async def test_past_batches_that_come_out_of_order_are_lost_in_part_and_never_told_backwards() -> None:
+@pytest.mark.pure
+async def test_past_batches_that_come_out_of_order_are_lost_in_part_and_never_told_backwards(
+    reading: Reading,
+) -> None:
     async with reading() as (engine, _):
         await engine.send(0, 4)
         await engine.answer(1, [2, 1, 3])
         await engine.told(0, "lost", 2, 3, 4)
 
 
-async def test_what_nobody_has_any_more_is_lost() -> None:
+@pytest.mark.pure
+async def test_what_nobody_has_any_more_is_lost(reading: Reading) -> None:
     async with reading() as (engine, _):
         await engine.send(0, 3)
         await engine.answer(1, [])
         await engine.told(0, "lost", 3)
 
 
-async def test_without_a_way_to_ask_a_gap_is_lost() -> None:
+@pytest.mark.pure
+async def test_without_a_way_to_ask_a_gap_is_lost(reading: Reading) -> None:
     async with reading(replay=False) as (engine, _):
         await engine.send(7, 9)
         await engine.told(7, "lost", 9)
 
 
-async def test_an_engine_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_does_not_answer_is_not_waited_for(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with reading() as (engine, reader):
         monkeypatch.setattr(kv_event_reader, "REPLAY_S", 0.01)
         await engine.send(0, 3)
@@ -132,7 +166,10 @@ async def test_an_engine_that_does_not_answer_is_not_waited_for(monkeypatch: pyt
         assert reader.counts["replays_unanswered"] == 1
 
 
-async def test_numbers_that_begin_anew_are_those_of_an_engine_that_was_started_again() -> None:
+@pytest.mark.pure
+async def test_numbers_that_begin_anew_are_those_of_an_engine_that_was_started_again(
+    reading: Reading,
+) -> None:
     async with reading() as (engine, _):
         await engine.send(0, 1, 2, at_s=1.0)
         await engine.send(0, at_s=2.0)
@@ -144,7 +181,8 @@ async def test_numbers_that_begin_anew_are_those_of_an_engine_that_was_started_a
         await engine.told(0, 1, 2, "restarted", 0, 1, 2, "restarted", 0, 1)
 
 
-async def test_nonsense_is_counted_and_passed_over() -> None:
+@pytest.mark.pure
+async def test_nonsense_is_counted_and_passed_over(reading: Reading) -> None:
     async with reading() as (engine, reader):
         for frames in ([b"x"], [b"", b"short", b""], [b"", bytes(8), b"", b""]):
             await engine._pub.send_multipart(frames)

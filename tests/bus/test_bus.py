@@ -21,6 +21,7 @@ from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.workers.frontend.edges.nats_service import settled
 from tests.bus.proxy import Proxy
 from tests.eventually import BOUND_S, eventually
+from tests.nats_in_process import in_process
 
 
 def cancelled(number: int) -> RequestCancelled:
@@ -158,8 +159,10 @@ async def test_decisions_reach_their_target_once_though_two_conductors_give_them
         await bus.close()
 
 
-async def test_kv_messages_follow_their_worker(nats_url: str) -> None:
-    bus = await connect(nats_url)
+@pytest.mark.pure
+@in_process
+async def test_kv_messages_follow_their_worker(url: str) -> None:
+    bus = await connect(url)
     ready = [KvReady(order_id="1-0", request_id="r", layer=n, first_block=0, blocks=1) for n in range(30)]
     source = bus.follow_kv(await bus.open_kv("d0"))
     for message in ready:
@@ -170,9 +173,11 @@ async def test_kv_messages_follow_their_worker(nats_url: str) -> None:
     await bus.close()
 
 
-async def test_kv_progress_of_another_kind_than_its_subject_says_is_dropped(nats_url: str) -> None:
+@pytest.mark.pure
+@in_process
+async def test_kv_progress_of_another_kind_than_its_subject_says_is_dropped(url: str) -> None:
     """A store agent may tell of blocks, and of no first token."""
-    bus = await connect(nats_url)
+    bus = await connect(url)
     ready = KvReady(order_id="1-0", request_id="r", layer=0, first_block=0, blocks=1)
     source = bus.follow_kv(await bus.open_kv("d0"))
     for subject in (
@@ -217,8 +222,10 @@ async def test_what_was_not_yet_in_the_stream_after_a_reconnect_is_read_later(na
     proxy.server.close()
 
 
-async def test_requests_tell_a_missing_peer_from_a_refusing_one(nats_url: str) -> None:
-    asker, server = await connect(nats_url, "a"), await connect(nats_url, "b")
+@pytest.mark.pure
+@in_process
+async def test_requests_tell_a_missing_peer_from_a_refusing_one(url: str) -> None:
+    asker, server = await connect(url, "a"), await connect(url, "b")
     question = ResendRequest(frontend_id="f", request_id="r", order_id="1-0", index=0)
 
     def answer(request: ResendRequest) -> ResendReply:
@@ -249,8 +256,10 @@ async def test_requests_tell_a_missing_peer_from_a_refusing_one(nats_url: str) -
     await server.close()
 
 
-async def test_what_does_not_decode_is_dropped_and_counted(nats_url: str) -> None:
-    bus = await connect(nats_url)
+@pytest.mark.pure
+@in_process
+async def test_what_does_not_decode_is_dropped_and_counted(url: str) -> None:
+    bus = await connect(url)
     js = bus.nc.jetstream()
     await js.publish(subjects.event("x", "Nonsense"), b"{")
     await bus.append(FrontendHeartbeat(frontend_id="f", incarnation="i"), source_id="f")
@@ -260,9 +269,11 @@ async def test_what_does_not_decode_is_dropped_and_counted(nats_url: str) -> Non
     await bus.close()
 
 
-async def test_an_event_heard_on_its_way_is_its_authors_word(nats_url: str) -> None:
+@pytest.mark.pure
+@in_process
+async def test_an_event_heard_on_its_way_is_its_authors_word(url: str) -> None:
     """A store agent hears of others by such a subscription, before any reader of the log."""
-    liar, listener = await connect(nats_url, "liar"), await connect(nats_url, "listener")
+    liar, listener = await connect(url, "liar"), await connect(url, "listener")
     heard: list[FrontendHeartbeat] = []
     await listener.subscribe(subjects.events_of_kind("FrontendHeartbeat"), FrontendHeartbeat, heard.append)
     await settled(listener.nc)
@@ -377,9 +388,11 @@ async def test_what_a_cut_connection_missed_is_read_from_the_stream_in_order(
     proxy.server.close()
 
 
-async def test_only_the_stream_says_that_a_fact_is_stored(nats_url: str) -> None:
+@pytest.mark.pure
+@in_process
+async def test_only_the_stream_says_that_a_fact_is_stored(url: str) -> None:
     """Whoever learns the name of an inbox may have any answer sent there."""
-    bus, other = await connect(nats_url, "a"), await connect(nats_url, "b")
+    bus, other = await connect(url, "a"), await connect(url, "b")
     prefix, at = bus._publisher._prefix, bus._publisher._next
     forged = (b"{}", b'{"seq":7}', b'{"id":"x","cancelled":true}', b"[]", b"\xff", b'{"stream":5}')
     bus._publisher.submit("nobody.stores.this", b"x", message_id="m")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nats.aio.msg import Msg
@@ -18,6 +19,7 @@ from halfmoon.bus.publisher import Publisher
 from halfmoon.bus.wire import CLIENT_INBOXES, WireParser, reply_subject
 from halfmoon.workers.frontend.edges.nats_service import settled
 from tests.eventually import BOUND_S, eventually
+from tests.nats_in_process import in_process
 
 BLOCK = b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 1016\r\nNats-Last-Stream:1024\r\n\r\n"
 
@@ -32,6 +34,23 @@ async def client(tmp_path: Path) -> AsyncIterator[DirectClient]:
     server.stop()
 
 
+Test = Callable[..., Coroutine[Any, Any, None]]
+
+
+def without_a_server(test: Test) -> Callable[..., None]:
+    """A test of a `client`, whose server is in the process."""
+
+    async def of_url(url: str, **given: Any) -> None:
+        made = DirectClient()
+        await made.connect(url)
+        try:
+            await test(client=made, **given)
+        finally:
+            await made.close()
+
+    return in_process(of_url, like=test, without="client")
+
+
 async def until(condition: Callable[[], bool]) -> None:
     await eventually(condition, "what the test waits for", every_s=0.002)
 
@@ -44,6 +63,8 @@ def test_headers_as_they_come() -> None:
     assert status(b"NATS/1.0\r\nA: b\r\n\r\n") == status(None) == ""
 
 
+@pytest.mark.pure
+@without_a_server
 async def test_what_is_heard_comes_in_order_with_all_its_parts(client: DirectClient) -> None:
     heard: list[tuple[bytes, bytes, bytes, bytes | None]] = []
     await client.subscribe_raw("a.*", lambda *parts: heard.append(parts))
@@ -58,6 +79,8 @@ async def test_what_is_heard_comes_in_order_with_all_its_parts(client: DirectCli
     assert header(heard[100][3], "K") == "v"
 
 
+@pytest.mark.pure
+@without_a_server
 async def test_a_handler_that_fails_is_said_and_the_connection_goes_on(
     client: DirectClient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,6 +101,8 @@ async def test_a_handler_that_fails_is_said_and_the_connection_goes_on(
     assert client.is_connected
 
 
+@pytest.mark.pure
+@without_a_server
 async def test_after_unsubscribing_nothing_is_heard_and_nothing_is_kept(client: DirectClient) -> None:
     heard: list[bytes] = []
     subscription = await client.subscribe_raw("a", lambda _, __, payload, ___: heard.append(payload))
@@ -92,6 +117,8 @@ async def test_after_unsubscribing_nothing_is_heard_and_nothing_is_kept(client: 
     assert len(client._raw_handlers) == 1
 
 
+@pytest.mark.pure
+@without_a_server
 async def test_other_subscriptions_go_the_librarys_way(client: DirectClient) -> None:
     done = asyncio.Event()
 
@@ -105,6 +132,8 @@ async def test_other_subscriptions_go_the_librarys_way(client: DirectClient) -> 
         await done.wait()
 
 
+@pytest.mark.pure
+@without_a_server
 async def test_whoever_publishes_while_the_connection_is_being_lost_is_not_told(
     client: DirectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,9 +186,11 @@ async def test_no_message_ends_the_reading_of_whoever_hears_it(
     writer.close()
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     "subject", ["", " ", "a b", "a\r\nPUB b 0\r\n", "a.*", ">", "a..b", ".a", "a.", "a\x00", "a" * 2000]
 )
+@without_a_server
 async def test_nothing_malformed_leaves(client: DirectClient, subject: str) -> None:
     with pytest.raises(SubjectInvalid):
         client.send(subject, b"x")

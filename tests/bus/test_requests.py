@@ -21,6 +21,7 @@ from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.workers.frontend.edges.nats_service import settled
 from tests.bus.proxy import Proxy
 from tests.eventually import BOUND_S, eventually
+from tests.nats_in_process import in_process
 
 SUBJECT = "halfmoon.resend.w"
 
@@ -161,15 +162,17 @@ def test_what_was_answered_is_forgotten_at_some_time() -> None:
     assert repeats.answer("larger") is None
 
 
+@pytest.mark.pure
+@in_process
 async def test_a_decision_that_comes_after_a_newer_one_is_obeyed_and_copies_are_not(
-    nats_url: str, monkeypatch: pytest.MonkeyPatch
+    url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy is lost with a route between servers, and the next decision's is not; then another conductor's
     comes.
     """
     monkeypatch.setattr(connection, "SEEN_MAX", 4)
-    conductor = await connected(nats_url, "c")
-    worker = await connected(nats_url, "w")
+    conductor = await connected(url, "c")
+    worker = await connected(url, "w")
     tail, copies = await worker.open_decisions("w1"), itertools.count()
     for seq in (1, 3, 2, 3, 1, 2, 4, 5, 6, 7, 1, 2, 3, 5, 8):
         order = CancelOrder(order_id=f"{seq}-0", request_id="r", worker_id="w1")

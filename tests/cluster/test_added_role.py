@@ -9,14 +9,13 @@ import nats
 import orjson
 import pytest
 import torch
-import transformers
 
 from halfmoon.schemas import subjects
 from tests.anchored import PAGE, apply, diff_of, parts
 from tests.cluster.harness import Cluster, running
 from tests.eventually import BOUND_S, eventually
 from tests.tree_copies import copy_tree
-from tests.workers.made_models import Directory, directory, safetensors, safetensors_header
+from tests.workers.made_models import two_layers
 
 #: The made model has no room for more. The mixed worker serves what is not asked of the new one.
 TINY = ("--block-tokens", "16", "--pool-mib", "16", "--dtype", "float32", "--mixed", "1", "--embed", "1")
@@ -24,22 +23,10 @@ PACKAGES = ("bus", "cli", "conductor", "schemas", "store", "workers")
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6] * 5
 
 
-def two_layers() -> Directory:
-    """The made model, whose only layer is there twice: what enters the last one has gone through another."""
-    model = directory()
-    header, contents = safetensors_header()
-    for name in [name for name in header if "layers.0" in name]:
-        first, end = header[name]["data_offsets"]
-        place = [len(contents), len(contents) + end - first]
-        header[name.replace("layers.0", "layers.1")] = {**header[name], "data_offsets": place}
-        contents += contents[first:end]
-    model.files["model.safetensors"] = safetensors(header, contents)
-    model.files["config.json"]["num_hidden_layers"] = 2
-    return model
-
-
 def expected(model: Path, tokens: list[int]) -> torch.Tensor:
     """By transformers: the mean of what enters the last layer, of length 1."""
+    import transformers
+
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.inference_mode():
         states = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states

@@ -24,11 +24,14 @@ from halfmoon.store.client import StoreClient
 from halfmoon.store.errors import BlockMissing, BytesCorrupted, StoreError
 from tests.cluster.harness import PATIENT, Cluster, running
 from tests.eventually import BOUND_S
+from tests.workers.made_models import two_layers
 
-#: Small blocks, so that short prompts have several.
-LAYOUT = ("--dtype", "float32", "--block-tokens", "64")
-#: Of the model.
-LAYERS = 30
+#: Small blocks, so that short prompts have several: the made model has room for four of them.
+LAYOUT = ("--dtype", "float32", "--block-tokens", "16")
+ONE_EACH = ("--prefill", "1", "--decode", "1", "--pool-mib", "16")
+#: Two blocks and a part, and another one with what comes after it.
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6] * 5
+MORE = [5, 3, 5, 8, 9, 7, 9, 3] * 2
 BLOCK = 4
 A, B, C, D = (letter * 16 for letter in (b"a", b"b", b"c", b"d"))
 
@@ -98,18 +101,20 @@ def test_the_exit_status_says_what_was_found(
     ]
 
 
-def answer(cluster: Cluster, prompt: str) -> None:
+def answer(cluster: Cluster, prompt: list[int]) -> None:
     body = json.dumps({"prompt": prompt, "max_tokens": 1, "temperature": 0}).encode()
     request = urllib.request.Request(f"{cluster.http}/v1/completions", body)
     request.add_header("content-type", "application/json")
     urllib.request.urlopen(request, timeout=BOUND_S).close()
 
 
-async def audit(cluster: Cluster, replay: str, *words: str) -> tuple[int, dict[str, Any], str]:
+async def audit(
+    cluster: Cluster, replay: str, layout: tuple[str, ...], *words: str
+) -> tuple[int, dict[str, Any], str]:
     """Exit status, what it said as JSON ({}: nothing), and its standard error."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "halfmoon.cli.main", "audit", "prefill-0", "--kv-events-replay", replay),
-        *("--cluster", cluster.name, *LAYOUT, "--json", *words),
+        *("--cluster", cluster.name, *layout, "--json", *words),
         env=cluster.environment,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -152,13 +157,14 @@ async def store_changed(cluster: Cluster, key: bytes, token_ids: list[int]) -> N
 
 async def test_a_wrong_block_that_its_checksum_fits_is_found(tmp_path: Path) -> None:
     events, replay = (f"ipc://{tmp_path}/{name}" for name in ("events", "replay"))
-    flags = ("--kv-events", events, "--kv-events-replay", replay, "--kv-events-tokens", *LAYOUT)
-    text = "Here lies the town of Here. " * 30
-    with running(tmp_path, "--prefill", "1", "--decode", "1", *PATIENT, *flags) as cluster:
-        for prompt in (text, text + "And there, beyond the river, another one. " * 10):
+    model = two_layers().write(tmp_path / "model")
+    layout = ("--model", str(model), *LAYOUT)
+    flags = ("--kv-events", events, "--kv-events-replay", replay, "--kv-events-tokens", *layout)
+    with running(tmp_path, *ONE_EACH, *PATIENT, *flags) as cluster:
+        for prompt in (TEXT, TEXT + MORE):
             answer(cluster, prompt)
         # Two of them, drawn: the first blocks of a chain are computed though none of them is compared.
-        status, found, said = await audit(cluster, replay, "--sample", "2", "--seed", "5")
+        status, found, said = await audit(cluster, replay, layout, "--sample", "2", "--seed", "5")
         assert (status, said) == (0, ""), said
         assert found["known"] >= 3
         assert (found["results"], found["wrong"]) == ({"right": 2}, [])
@@ -167,10 +173,10 @@ async def test_a_wrong_block_that_its_checksum_fits_is_found(tmp_path: Path) -> 
         chain = blocks.chain(first)
         assert chain is not None
         await store_changed(cluster, first, list(chain.token_ids[0]))
-        status, found, _ = await audit(cluster, replay, "--sample", "100")
+        status, found, _ = await audit(cluster, replay, layout, "--sample", "100")
         assert status == 2
         assert found["results"] == {"right": found["known"] - 1, "wrong": 1}
-        assert found["wrong"] == [{"key": first.hex(), "block": 0, "layer": LAYERS - 1}]
-        status, found, said = await audit(cluster, replay, "--block-tokens", "32")
+        assert found["wrong"] == [{"key": first.hex(), "block": 0, "layer": 1}]
+        status, found, said = await audit(cluster, replay, layout, "--block-tokens", "32")
         assert (status != 0, found) == (True, {})
-        assert said.startswith("halfmoon: the blocks of prefill-0 have block_tokens 64, not 32")
+        assert said.startswith("halfmoon: the blocks of prefill-0 have block_tokens 16, not 32")

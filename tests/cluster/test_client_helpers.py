@@ -5,14 +5,20 @@ and calls of tools come back as typed values. The model is small, so the schemas
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
-import openai
 import pydantic
 import pytest
 
 from tests.cluster.harness import Cluster
+from tests.lazily import Lazily
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+else:
+    anthropic = Lazily("anthropic")
+    openai = Lazily("openai")
 
 pytestmark = pytest.mark.slow
 MODEL = "smollm2-135m-instruct"
@@ -37,7 +43,8 @@ class LookUp(pydantic.BaseModel):
     phase: Literal["new", "half", "full"]
 
 
-TOOL = openai.pydantic_function_tool(LookUp)
+def tool_of_lookups() -> Any:
+    return openai.pydantic_function_tool(LookUp)
 
 
 @pytest.fixture
@@ -66,10 +73,12 @@ async def test_tools_are_called_with_typed_arguments(client: openai.AsyncOpenAI)
     named: Any = {"type": "function", "function": {"name": "LookUp"}}
     choices: tuple[Any, ...] = ("required", named)
     for choice in choices:
-        whole = await client.chat.completions.parse(**ASKED, tools=[TOOL], tool_choice=choice)
+        whole = await client.chat.completions.parse(**ASKED, tools=[tool_of_lookups()], tool_choice=choice)
         (call,) = whole.choices[0].message.tool_calls or []
         assert isinstance(call.function.parsed_arguments, LookUp)
-    async with client.chat.completions.stream(**ASKED, tools=[TOOL], tool_choice="required") as stream:
+    async with client.chat.completions.stream(
+        **ASKED, tools=[tool_of_lookups()], tool_choice="required"
+    ) as stream:
         kinds = {event.type async for event in stream}
         streamed = await stream.get_final_completion()
     (call,) = streamed.choices[0].message.tool_calls or []
@@ -85,7 +94,7 @@ async def test_responses_are_parsed(client: openai.AsyncOpenAI) -> None:
         streamed = await stream.get_final_response()
     assert streamed.output_parsed == whole.output_parsed
     assert {"response.created", "response.output_text.delta", "response.completed"} <= kinds
-    tool: Any = {"type": "function", **TOOL["function"]}
+    tool: Any = {"type": "function", **tool_of_lookups()["function"]}
     called = await client.responses.parse(**RESPONSE, tools=[tool], tool_choice="required")
     assert [item.type for item in called.output] == ["function_call"]
 

@@ -23,6 +23,7 @@ from halfmoon.schemas.events import ClusterConfigured, WorkerHeartbeat
 from halfmoon.schemas.policy import Policy
 from tests.bus.expiry import expire
 from tests.eventually import BOUND_S
+from tests.nats_in_process import in_process
 
 QUIET = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
 
@@ -47,8 +48,10 @@ async def first_step(url: str, conductor_id: str = "late") -> int:
     return stepped[0]
 
 
-async def test_a_snapshot_of_many_parts_comes_back_as_it_was(nats_url: str) -> None:
-    async with client(nats_url) as bus:
+@pytest.mark.pure
+@in_process
+async def test_a_snapshot_of_many_parts_comes_back_as_it_was(url: str) -> None:
+    async with client(url) as bus:
         snapshot = bytes(range(256)) * (3 * snapshots.PART_BYTES // 256) + b"tail"
         for _ in range(2):  # as from two conductors
             head = await snapshots.save(bus, 7, snapshot, version=1, code_version="7")
@@ -61,11 +64,13 @@ async def test_a_snapshot_of_many_parts_comes_back_as_it_was(nats_url: str) -> N
             await snapshots.read(bus, head)
 
 
+@pytest.mark.pure
+@in_process
 async def test_snapshots_that_are_broken_or_of_another_version_are_passed_over_with_a_word(
-    nats_url: str, caplog: pytest.LogCaptureFixture
+    url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with client(nats_url) as bus:
-        async with conductor(nats_url, policy=QUIET):
+    async with client(url) as bus:
+        async with conductor(url, policy=QUIET):
             last = await say(bus, *CLUSTER, arrived("r1", 100), arrived("r2", 100))
             expected = await reach(bus, last)
             await decisions_of(bus, 4)
@@ -74,7 +79,7 @@ async def test_snapshots_that_are_broken_or_of_another_version_are_passed_over_w
         broken = await save(bus, await core_at(bus, 6))
         await bus.nc.request(subjects.snapshot(6, broken.digest, 0), b"x", timeout=BOUND_S)
         with caplog.at_level(logging.WARNING):
-            assert await first_step(nats_url) == 5
+            assert await first_step(url) == 5
         assert [record.getMessage() for record in caplog.records] == [
             "the snapshot of event 6 is not used: the snapshot of event 6 has other bytes than were saved",
             f"the snapshot of event 5 is of version {foreign.version}, by halfmoon 7; "
@@ -97,16 +102,18 @@ async def test_a_log_whose_head_is_gone_is_read_from_the_snapshot_that_leads_int
             assert (await reach(bus, last, "c2")).digest == expected.digest
 
 
+@pytest.mark.pure
+@in_process
 async def test_snapshots_of_a_log_that_was_deleted_are_removed(
-    nats_url: str, caplog: pytest.LogCaptureFixture
+    url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with client(nats_url) as bus:
-        async with conductor(nats_url, policy=QUIET):
+    async with client(url) as bus:
+        async with conductor(url, policy=QUIET):
             last = await say(bus, *CLUSTER)
             await reach(bus, last)
         head = await save(bus, await core_at(bus, last))
         await bus.jetstream.ask(f"STREAM.DELETE.{subjects.EVENTS_STREAM}")
-        async with conductor(nats_url, "c2", policy=QUIET):  # its connection makes the stream anew
+        async with conductor(url, "c2", policy=QUIET):  # its connection makes the stream anew
             assert [record.getMessage() for record in caplog.records] == [
                 f"the snapshot of event {head.seq} is of a log that is gone: removed"
             ]

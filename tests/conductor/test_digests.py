@@ -22,6 +22,7 @@ from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import Stamped, StateDigested, WorkerHeartbeat
 from halfmoon.schemas.policy import Policy
 from tests.eventually import BOUND_S, eventually
+from tests.nats_in_process import in_process
 
 EVERY = 100
 QUIET = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S, digest_events=EVERY)
@@ -81,12 +82,14 @@ async def ill_conductor(url: str, conductor_id: str, *, ill_from: int) -> AsyncI
         await bus.close()
 
 
-async def test_conductors_say_the_digest_that_a_fresh_reading_of_the_log_gives(nats_url: str) -> None:
+@pytest.mark.pure
+@in_process
+async def test_conductors_say_the_digest_that_a_fresh_reading_of_the_log_gives(url: str) -> None:
     async with (
-        client(nats_url) as bus,
-        conductor(nats_url, "c1", QUIET),
-        conductor(nats_url, "c2", QUIET),
-        conductor(nats_url, "c3", QUIET),
+        client(url) as bus,
+        conductor(url, "c1", QUIET),
+        conductor(url, "c2", QUIET),
+        conductor(url, "c3", QUIET),
     ):
         await say(bus, *CLUSTER, *[arrived(f"r{number}", 100) for number in range(20)])
         last = await beats(bus, 3 * EVERY)
@@ -103,12 +106,14 @@ async def test_conductors_say_the_digest_that_a_fresh_reading_of_the_log_gives(n
         assert said(log) == {at_seq: dict.fromkeys(("c1", "c2", "c3"), expected[at_seq]) for at_seq in places}
 
 
+@pytest.mark.pure
+@in_process
 async def test_a_conductor_that_starts_late_goes_on_from_a_snapshot_with_the_same_state(
-    nats_url: str, monkeypatch: pytest.MonkeyPatch
+    url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digest_exchange, "SNAPSHOTS_KEPT", 1)
     every_snapshot = EVERY * SNAPSHOT_DIGESTS
-    async with client(nats_url) as bus, conductor(nats_url, "c1", QUIET), conductor(nats_url, "c2", QUIET):
+    async with client(url) as bus, conductor(url, "c1", QUIET), conductor(url, "c2", QUIET):
         await say(bus, *CLUSTER, *[arrived(f"r{number}", 100) for number in range(20)])
         for number in (1, 2):
             last = await beats(bus, every_snapshot)
@@ -123,7 +128,7 @@ async def test_a_conductor_that_starts_late_goes_on_from_a_snapshot_with_the_sam
         kept = 2 * every_snapshot
         assert [(head.seq, head.digest) for head in heads] == [(kept, digests_of(await log_of(bus))[kept])]
         stepped: list[int] = []
-        async with conductor(nats_url, "late", after_step=lambda stamped, _: stepped.append(stamped.seq)):
+        async with conductor(url, "late", after_step=lambda stamped, _: stepped.append(stamped.seq)):
             last = await say(bus, arrived("late", 100))
             assert (await reach(bus, last, "late")).digest == (await reach(bus, last, "c1")).digest
             assert (await reach(bus, last, "late")).digest == digests_of(await log_of(bus))[last]
@@ -131,14 +136,16 @@ async def test_a_conductor_that_starts_late_goes_on_from_a_snapshot_with_the_sam
             assert await decisions_of(bus, 42) == replayed(await log_of(bus))
 
 
+@pytest.mark.pure
+@in_process
 async def test_of_three_conductors_the_one_that_is_ill_stops_within_one_round(
-    nats_url: str, caplog: pytest.LogCaptureFixture
+    url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with (
-        client(nats_url) as bus,
-        conductor(nats_url, "c1", QUIET),
-        ill_conductor(nats_url, "c2", ill_from=150) as ill,
-        conductor(nats_url, "c3", QUIET),
+        client(url) as bus,
+        conductor(url, "c1", QUIET),
+        ill_conductor(url, "c2", ill_from=150) as ill,
+        conductor(url, "c3", QUIET),
     ):
         await say(bus, *CLUSTER)
         await beats(bus, 3 * EVERY - 20)
@@ -160,15 +167,17 @@ async def test_of_three_conductors_the_one_that_is_ill_stops_within_one_round(
         assert await decisions_of(bus, 20) == replayed(await log_of(bus))
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("ill_first", [False, True])
+@in_process
 async def test_of_two_conductors_the_one_stops_that_a_fresh_reading_of_the_log_refutes(
-    nats_url: str, ill_first: bool, caplog: pytest.LogCaptureFixture
+    url: str, ill_first: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     ill_id, healthy_id = ("c1", "c2") if ill_first else ("c2", "c1")
     async with (
-        client(nats_url) as bus,
-        conductor(nats_url, healthy_id, QUIET),
-        ill_conductor(nats_url, ill_id, ill_from=50) as ill,
+        client(url) as bus,
+        conductor(url, healthy_id, QUIET),
+        ill_conductor(url, ill_id, ill_from=50) as ill,
     ):
         await say(bus, *CLUSTER)
         await beats(bus, EVERY)
@@ -177,7 +186,7 @@ async def test_of_two_conductors_the_one_stops_that_a_fresh_reading_of_the_log_r
         last = await beats(bus, EVERY)
         assert (await reach(bus, last, healthy_id)).seq >= last
         # A third one reads both voices in the log, and is not misled.
-        async with conductor(nats_url, "c3"):
+        async with conductor(url, "c3"):
             verdict = await eventually(
                 lambda: next((line for line in loud(caplog) if "; c3 " in line), ""), "c3 has judged"
             )

@@ -36,6 +36,7 @@ from halfmoon.schemas.events import (
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 from tests.eventually import BOUND_S, eventually
+from tests.nats_in_process import in_process
 
 #: What the loss timer of each process of CLUSTER is called.
 LOST = (
@@ -62,11 +63,13 @@ def members(core: Core) -> set[str]:
     return {*core.state.workers, *core.state.stores, *core.state.frontends}
 
 
+@pytest.mark.pure
+@in_process
 async def test_the_first_conductor_writes_the_policy_into_the_log_and_later_ones_do_not(
-    nats_url: str,
+    url: str,
 ) -> None:
     other = Policy(name="random")
-    async with client(nats_url) as bus, conductor(nats_url), conductor(nats_url, "c2", other):
+    async with client(url) as bus, conductor(url), conductor(url, "c2", other):
         log = await log_of(bus)
         assert [stamped.event for stamped in log] == [
             ClusterConfigured(code_version=code_version(), log_version=LOG_VERSION, policy=POLICY)
@@ -74,19 +77,23 @@ async def test_the_first_conductor_writes_the_policy_into_the_log_and_later_ones
         assert (await reach(bus, 1, "c2")).policy == POLICY
 
 
-async def test_a_log_of_another_version_is_not_read(nats_url: str) -> None:
-    async with client(nats_url) as bus:
+@pytest.mark.pure
+@in_process
+async def test_a_log_of_another_version_is_not_read(url: str) -> None:
+    async with client(url) as bus:
         await say(bus, ClusterConfigured(code_version="9.1", log_version=9, policy=POLICY))
         with pytest.raises(
             log_reading.LogUnreadable, match=r"version 9, begun by halfmoon 9.1, which can read it"
         ):
-            async with conductor(nats_url):
+            async with conductor(url):
                 pass
 
 
-async def test_a_log_whose_last_message_is_no_event_is_read_to_its_end(nats_url: str) -> None:
+@pytest.mark.pure
+@in_process
+async def test_a_log_whose_last_message_is_no_event_is_read_to_its_end(url: str) -> None:
     quiet = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
-    async with client(nats_url) as bus:
+    async with client(url) as bus:
         begun = ClusterConfigured(code_version=code_version(), log_version=LOG_VERSION, policy=quiet)
         last = await say(bus, begun, *CLUSTER)
         await bus.nc.request(subjects.event("up", "WorkerLeft"), b"broken", timeout=BOUND_S)
@@ -96,14 +103,16 @@ async def test_a_log_whose_last_message_is_no_event_is_read_to_its_end(nats_url:
         for stamped in await log_of(bus):
             expected.step(stamped)
         assert await log_reading.digest_at(bus, last + 1) == expected.digest()
-        async with conductor(nats_url, policy=quiet):
+        async with conductor(url, policy=quiet):
             last = await say(bus, arrived())
             assert (await reach(bus, last)).requests_in_flight == 1
 
 
-async def test_a_request_is_ordered_and_its_log_replays_to_the_same_decisions(nats_url: str) -> None:
+@pytest.mark.pure
+@in_process
+async def test_a_request_is_ordered_and_its_log_replays_to_the_same_decisions(url: str) -> None:
     quiet = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
-    async with client(nats_url) as bus, conductor(nats_url, policy=quiet):
+    async with client(url) as bus, conductor(url, policy=quiet):
         await say(bus, *CLUSTER, stored("p0", keys(5)), arrived())
         first, second = await decisions_of(bus, 2)
         assert (first.cause_seq, first.position, second.position) == (8, 0, 1)
@@ -146,10 +155,12 @@ async def test_three_conductors_decide_everything_once(nats_url: str) -> None:
         assert await decisions_of(bus, 100) == replayed(await log_of(bus))
 
 
-async def test_a_conductor_that_starts_decides_what_was_left_undecided(nats_url: str) -> None:
+@pytest.mark.pure
+@in_process
+async def test_a_conductor_that_starts_decides_what_was_left_undecided(url: str) -> None:
     quiet = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
-    async with client(nats_url) as bus:
-        async with conductor(nats_url, policy=quiet):
+    async with client(url) as bus:
+        async with conductor(url, policy=quiet):
             await say(bus, *CLUSTER, arrived("r1", 100))
             await decisions_of(bus, 2)
         # Nobody is there; one decision of the next request is stored by hand, as if its conductor had died in
@@ -158,13 +169,15 @@ async def test_a_conductor_that_starts_decides_what_was_left_undecided(nats_url:
         expected = replayed(await log_of(bus))
         assert len(expected) == 6
         await bus.order(expected[2], target_id="p0")
-        async with conductor(nats_url, "c2"):
+        async with conductor(url, "c2"):
             assert await decisions_of(bus, 6) == expected
             assert expected[3].cause_seq == seq
 
 
+@pytest.mark.pure
+@in_process
 async def test_the_state_is_digested_for_those_alone_that_ask_for_it(
-    nats_url: str, monkeypatch: pytest.MonkeyPatch
+    url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others ask every second, and a large state would cost them and the log."""
     snapshots: list[int] = []
@@ -174,7 +187,7 @@ async def test_the_state_is_digested_for_those_alone_that_ask_for_it(
         snapshots.append(core.seq)
         return plain(core)
 
-    async with client(nats_url) as bus, conductor(nats_url):
+    async with client(url) as bus, conductor(url):
         seq = await say(bus, *CLUSTER)
         assert len((await reach(bus, seq)).digest) == 32
         monkeypatch.setattr(Core, "snapshot", counted)

@@ -42,6 +42,7 @@ from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.view import ClusterView, Explained, ExplainRequest, ViewRequest
 from halfmoon.workers.frontend.intake import new_request_id
 from tests.eventually import BOUND_S, eventually
+from tests.nats_in_process import in_process
 
 
 class Watched:
@@ -300,13 +301,14 @@ async def ask(bus: Bus, request_id: str, conductor_id: str = "c1") -> Explained:
     )
 
 
-@pytest.mark.realtime
-async def test_any_request_of_the_log_is_explained_as_replay_does(nats_url: str) -> None:
+@pytest.mark.pure
+@in_process
+async def test_any_request_of_the_log_is_explained_as_replay_does(url: str) -> None:
     """Two conductors; nobody looks at the page; some noise before and behind."""
     ids = [new_request_id() for _ in range(4)]
     # However slow this machine is, no process is lost between what is told and what is replayed.
     patient = Policy(lost_after_ns=100 * S)
-    async with conductor(nats_url, policy=patient), conductor(nats_url, "c2"), client(nats_url) as bus:
+    async with conductor(url, policy=patient), conductor(url, "c2"), client(url) as bus:
         await say(bus, *CLUSTER)
         for number, request_id in enumerate(ids):
             slo = 1 if number == 3 else 0
@@ -339,9 +341,10 @@ async def test_any_request_of_the_log_is_explained_as_replay_does(nats_url: str)
             assert refused.value.code == code
 
 
-@pytest.mark.realtime
-async def test_a_conductor_answers_in_full_only_when_it_is_named(nats_url: str) -> None:
-    async with conductor(nats_url, policy=POLICY), conductor(nats_url, "c2"), client(nats_url) as bus:
+@pytest.mark.pure
+@in_process
+async def test_a_conductor_answers_in_full_only_when_it_is_named(url: str) -> None:
+    async with conductor(url, policy=POLICY), conductor(url, "c2"), client(url) as bus:
         await say(bus, *CLUSTER)
         found: list[ClusterView] = []
         inbox = bus.nc.new_inbox()

@@ -17,7 +17,9 @@ from frontend_double import MODEL, Cluster, cluster
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.workers.frontend import cluster_status, redelivery
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from tests import nats_in_process
 from tests.eventually import BOUND_S, SCENARIO_S
+from tests.in_process import InProcessLoop
 
 
 @pytest.fixture(scope="session")
@@ -41,14 +43,21 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(server_url: str, tokenizer: Tokenizer) -> Callable[..., None]:
-    """`run(scenario, **config)`: a cluster, and the scenario in it."""
+def run(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Callable[..., None]:
+    """`run(scenario, **config)`: a cluster, and the scenario in it. Of a test that is marked `pure`, all within the
+    process (`in_process`); of any other over real sockets and a real server.
+    """
+    pure = request.node.get_closest_marker("pure") is not None
+    server_url = nats_in_process.URL if pure else request.getfixturevalue("server_url")
 
     def run_scenario(scenario: Callable[[Cluster], Awaitable[None]], **options: Any) -> None:
         async def main() -> None:
+            if pure:
+                await nats_in_process.listen()
             async with cluster(server_url, tokenizer, **options) as made:
                 await scenario(made)
 
-        asyncio.run(asyncio.wait_for(main(), SCENARIO_S))
+        with asyncio.Runner(loop_factory=InProcessLoop if pure else None) as runner:
+            runner.run(asyncio.wait_for(main(), SCENARIO_S))
 
     return run_scenario

@@ -42,6 +42,7 @@ from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.frontend import Frontend
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.eventually import BOUND_S, Late, eventually
+from tests.in_process import InProcessLoop
 
 MODEL = "smollm2-135m-instruct"
 LAYOUT = Layout(
@@ -349,7 +350,10 @@ async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> Asyn
         await double.start()
         frontend = double.frontend = Frontend(buses[0], config, tokenizer, LAYOUT)
         await frontend.start()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=BOUND_S)) as http:
+        loop = asyncio.get_running_loop()
+        connector = loop.connector() if isinstance(loop, InProcessLoop) else None
+        patience = aiohttp.ClientTimeout(total=BOUND_S)
+        async with aiohttp.ClientSession(timeout=patience, connector=connector) as http:
             yield Cluster(frontend, double, buses[2], http, frontend.http_url, server_url)
         await frontend.stop()
         await double.stop()

@@ -60,6 +60,7 @@ def test_a_last_item_that_was_cut_is_gone_on_with(status: str | None, begun: boo
     assert read(parse_responses, {"input": [HI, item, HI]}) == by_chat(HI, BEGUN, HI, begun=False)
 
 
+@pytest.mark.pure
 @pytest.mark.realtime
 def test_the_prompt_ends_where_the_answer_begins(run: Any, tokenizer: Tokenizer) -> None:
     async def scenario(cluster: Any) -> None:

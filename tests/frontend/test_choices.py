@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
 from frontend_double import ANSWER, Double, whole_answer
 
 from halfmoon.schemas.events import RequestArrived, RequestCancelled
@@ -26,6 +27,7 @@ def arrivals(cluster: Any) -> list[RequestArrived]:
     return [event for event in cluster.double.events if isinstance(event, RequestArrived)]
 
 
+@pytest.mark.pure
 def test_choices_and_prompts_share_an_answer(run: Any, tokenizer: Tokenizer) -> None:
     texts = [tokenizer.decode(tokenizer.encode(ANSWER)[:count]) for count in range(4)]
 

@@ -22,6 +22,7 @@ def events_of(stream: bytes) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.pure
 @pytest.mark.realtime
 def test_what_vllm_answers_is_answered(run: Any, tokenizer: Tokenizer) -> None:
     async def streamed(cluster: Any, path: str, body: dict[str, Any]) -> tuple[Any, list[Any]]:

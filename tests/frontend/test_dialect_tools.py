@@ -6,8 +6,6 @@ import json
 import re
 from typing import Any
 
-import anthropic
-import openai
 import pydantic
 import pytest
 from frontend_double import MODEL, Double
@@ -18,6 +16,10 @@ from halfmoon.schemas.api.requests import ApiRequest, parse_chat
 from halfmoon.schemas.api.responses import parse_responses
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from tests.lazily import Lazily
+
+anthropic: Any = Lazily("anthropic")
+openai: Any = Lazily("openai")
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 ASK = "Weather in Rome?"
@@ -50,6 +52,7 @@ class Says:
             await double.deliver(double.delivery(arrived, f"{seq}-0", index, [token], reason))
 
 
+@pytest.mark.pure
 def test_anthropics_client_calls_tools(run: Any, tokenizer: Tokenizer) -> None:
     says = Says(tokenizer)
     ask: Any = {
@@ -99,6 +102,7 @@ def test_anthropics_client_calls_tools(run: Any, tokenizer: Tokenizer) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_openais_client_calls_tools_by_responses(run: Any, tokenizer: Tokenizer) -> None:
     says = Says(tokenizer)
     ask: Any = {"model": MODEL, "input": ASK, "tools": OPENAI_TOOLS}
@@ -141,6 +145,7 @@ def test_openais_client_calls_tools_by_responses(run: Any, tokenizer: Tokenizer)
     run(scenario)
 
 
+@pytest.mark.pure
 def test_thoughts_have_blocks_of_their_own(
     run: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +196,7 @@ class Moon(pydantic.BaseModel):
     phase: str
 
 
+@pytest.mark.pure
 def test_openais_client_parses_responses(run: Any, tokenizer: Tokenizer) -> None:
     says = Says(tokenizer)
     ask: Any = {"model": MODEL, "input": "Which moon?", "text_format": Moon}
@@ -216,6 +222,7 @@ def test_openais_client_parses_responses(run: Any, tokenizer: Tokenizer) -> None
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_call_that_was_cut_is_told_as_far_as_it_came(run: Any, tokenizer: Tokenizer) -> None:
     says = Says(tokenizer, "length")
     text = 'I look. <tool_call>{"name": "weather", "arguments": {"city": "Ro'
@@ -242,6 +249,7 @@ def test_a_call_that_was_cut_is_told_as_far_as_it_came(run: Any, tokenizer: Toke
     run(scenario)
 
 
+@pytest.mark.pure
 def test_tools_are_among_the_tokens_that_are_counted(run: Any, tokenizer: Tokenizer) -> None:
     turns = [{"role": "user", "content": ASK}]
     tool = ANTHROPIC_TOOLS[0]
@@ -268,6 +276,7 @@ def messages_of(parse: Any, body: Any) -> Any:
     return json.loads(found)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     "text", ["<think>Rome...</think>I look. " + TWO, "<think>Rome...</think>Warm.", "Warm.", TWO]
 )

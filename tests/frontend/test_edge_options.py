@@ -28,6 +28,7 @@ PAGE = "https://chat.example"
 ASK = {"model": MODEL, "prompt": "Once", "max_tokens": 1}
 
 
+@pytest.mark.pure
 def test_a_page_of_an_allowed_origin_is_answered_and_reads_it(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         preflight = {"origin": PAGE, "access-control-request-method": "POST",
@@ -51,6 +52,7 @@ def test_a_page_of_an_allowed_origin_is_answered_and_reads_it(run: Any) -> None:
     run(scenario, allowed_origins=PAGE)
 
 
+@pytest.mark.pure
 def test_no_page_is_allowed_unless_the_option_says_so(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         preflight = {"origin": PAGE, "access-control-request-method": "POST"}

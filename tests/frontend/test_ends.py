@@ -47,6 +47,7 @@ async def cancelled(cluster: Any) -> RequestCancelled:
 REASONS = [("ttft_slo", 429), ("no_room", 429), ("no_worker", 503), ("decode_refused", 503)]
 
 
+@pytest.mark.pure
 def test_what_no_worker_could_hold_is_refused_by_the_name_of_the_field(run: Any) -> None:
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
         await double.reject(arrived, seq, reason="too_long", message="9 fit no worker")
@@ -66,6 +67,7 @@ def test_what_no_worker_could_hold_is_refused_by_the_name_of_the_field(run: Any)
     run(scenario)
 
 
+@pytest.mark.pure
 def test_the_length_that_is_promised_is_what_the_cluster_can_hold_now(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +99,7 @@ def test_the_length_that_is_promised_is_what_the_cluster_can_hold_now(
     run(scenario)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(("reason", "status"), REASONS)
 def test_a_rejection_says_why_and_when_to_try_again(run: Any, reason: Any, status: int) -> None:
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
@@ -131,6 +134,7 @@ def test_a_rejection_says_why_and_when_to_try_again(run: Any, reason: Any, statu
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_full_frontend_refuses_before_it_looks(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         cluster.double.script = never
@@ -150,6 +154,7 @@ def test_a_full_frontend_refuses_before_it_looks(run: Any) -> None:
     run(scenario, open_requests_max=2)
 
 
+@pytest.mark.pure
 def test_a_failure_before_the_first_token_is_a_status_and_after_it_an_event(run: Any) -> None:
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
         if arrived.max_tokens > 100:
@@ -175,6 +180,7 @@ def test_a_failure_before_the_first_token_is_a_status_and_after_it_an_event(run:
     run(scenario)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("script", [never, five_tokens])
 def test_an_http_client_that_leaves_cancels(run: Any, stream: bool, script: Any) -> None:
@@ -229,6 +235,7 @@ def test_a_nats_stream_that_nobody_reads_is_cancelled(run: Any, script: Any) -> 
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_chunk_that_nobody_reads_is_enough_to_notice(run: Any) -> None:
     """Without the empty chunks in between, which come much too late here."""
 
@@ -304,6 +311,7 @@ def test_a_nats_request_without_one_waits_on(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_two_open_requests_cannot_share_a_request_id(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         cluster.double.script = never
@@ -318,6 +326,7 @@ def test_two_open_requests_cannot_share_a_request_id(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_stop_string_ends_the_work_too(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         _, _, answer = await cluster.post("/v1/completions", {**BODY, "stop": "STOP"})
@@ -402,6 +411,7 @@ def test_a_request_that_nothing_is_heard_of_fails(run: Any) -> None:
     run(scenario, resend_after_ns=100 * MS, silence_s=0.6)
 
 
+@pytest.mark.pure
 def test_stopping_finishes_what_is_open_and_refuses_the_rest(run: Any) -> None:
     go_on = asyncio.Event()
 
@@ -447,6 +457,7 @@ def test_stopping_tells_those_that_cannot_be_finished(run: Any) -> None:
     run(scenario, drain_ns_max=200 * MS)
 
 
+@pytest.mark.pure
 def test_a_frontend_whose_port_is_taken_joins_nothing(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         port = cluster.frontend.http_port

@@ -147,6 +147,7 @@ def test_any_bytes_are_taken_or_refused(payload: bytes) -> None:
             read(payload)
 
 
+@pytest.mark.pure
 @pytest.mark.realtime
 def test_both_edges_refuse_alike(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
@@ -178,6 +179,7 @@ def test_both_edges_refuse_alike(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 @pytest.mark.realtime
 def test_large_and_odd_bodies_over_http(run: Any) -> None:
     async def scenario(cluster: Any) -> None:

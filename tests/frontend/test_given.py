@@ -41,6 +41,7 @@ async def place(double: Any, arrived: RequestArrived, seq: int) -> None:
     await double.bus.order(ordered, target_id="p1")
 
 
+@pytest.mark.pure
 def test_both_workers_of_a_placement_are_given_the_tokens_once(run: Any) -> None:
     given: list[tuple[str, TokensGiven]] = []
 
@@ -72,6 +73,7 @@ def test_both_workers_of_a_placement_are_given_the_tokens_once(run: Any) -> None
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_decode_worker_that_goes_on_is_given_the_tokens_and_what_the_client_has(run: Any) -> None:
     given: list[TokensGiven] = []
 
@@ -107,6 +109,7 @@ def test_a_decode_worker_that_goes_on_is_given_the_tokens_and_what_the_client_ha
     run(scenario)
 
 
+@pytest.mark.pure
 def test_after_a_second_placement_the_first_is_given_nothing_more(run: Any) -> None:
     given: list[TokensGiven] = []
 
@@ -131,6 +134,7 @@ def test_after_a_second_placement_the_first_is_given_nothing_more(run: Any) -> N
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_worker_takes_what_was_given_early_or_late_and_asks_for_what_was_not(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,13 +198,15 @@ async def is_answered(cluster: Any, script: Any) -> None:
     assert answer["choices"][0]["text"] == cluster.double.tokenizer.decode(cluster.double.answer_ids[:5])
 
 
-def test_a_worker_that_no_conductor_named_is_told_nothing(run: Any) -> None:
+@pytest.mark.pure
+def test_a_worker_that_no_conductor_named_is_told_nothing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stolen credential of a worker knows request ids: they are in the orders that every worker may read."""
     refused: list[str] = []
 
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
         order_id = f"{seq}-0"
         await double.place(arrived, order_id)
+        monkeypatch.setattr(token_exchange, "_PLACED_NS_MAX", 0)  # whatever will be, was heard
         for order, role, thief in (
             (order_id, "decode", "d2"),
             (order_id, "prefill", "d1"),
@@ -224,6 +230,7 @@ def test_a_worker_that_no_conductor_named_is_told_nothing(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_worker_speaks_under_its_own_name_only(run: Any) -> None:
     """Who publishes is what NATS checks: a body that names another is dropped."""
 
@@ -250,6 +257,7 @@ def test_a_worker_speaks_under_its_own_name_only(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_worker_that_asks_before_the_frontend_has_heard_waits(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

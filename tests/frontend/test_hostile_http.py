@@ -114,6 +114,7 @@ BROKEN: dict[str, tuple[bytes, int, str]] = {
 }
 
 
+@pytest.mark.pure
 def test_what_is_broken_is_refused_in_the_apis_form_and_in_few_lines(run: Any, caplog: Any) -> None:
     async def scenario(cluster: Any) -> None:
         for name, (sent, status, code) in BROKEN.items():
@@ -133,6 +134,7 @@ def test_what_is_broken_is_refused_in_the_apis_form_and_in_few_lines(run: Any, c
     assert all(line.isprintable() for line in lines)
 
 
+@pytest.mark.pure
 def test_a_key_that_is_no_text_is_a_wrong_key(run: Any, caplog: Any) -> None:
     async def scenario(cluster: Any) -> None:
         for key in (b"\xff\xfe", b"k1\xc3", "schlüssel".encode(), b"x" * 8000, b"", b"k1 k1"):
@@ -184,6 +186,7 @@ def test_a_head_or_a_body_that_does_not_come_is_answered_and_closed(run: Any) ->
     run(scenario, http_limits=SMALL)
 
 
+@pytest.mark.pure
 def test_idle_connections_make_room_and_busy_ones_leave_room_for_health(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         idle = [await connect(cluster) for _ in range(3 * SMALL.connections_max)]
@@ -225,6 +228,7 @@ def test_idle_connections_make_room_and_busy_ones_leave_room_for_health(run: Any
     run(scenario, http_limits=HttpLimits(**{**vars(SMALL), "head_s": BOUND_S, "body_s": BOUND_S}))
 
 
+@pytest.mark.pure
 def test_an_address_has_a_cap_of_its_own(run: Any) -> None:
     limits = HttpLimits(connections_max=20, connections_per_address_max=4)
 
@@ -305,6 +309,7 @@ def test_answers_that_nobody_reads_end_their_connection(run: Any) -> None:
     run(scenario, http_limits=HttpLimits(write_s=0.5))
 
 
+@pytest.mark.pure
 def test_one_connection_is_served_in_order_by_old_and_new_http(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         reader, writer = await connect(cluster)
@@ -326,6 +331,7 @@ def test_one_connection_is_served_in_order_by_old_and_new_http(run: Any) -> None
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_body_is_asked_for_where_the_client_waits_to_be_asked(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         body = b'{"prompt": "Once", "max_tokens": 1}'

@@ -7,7 +7,6 @@ import json
 import socket
 from typing import Any
 
-import openai
 import pytest
 from frontend_double import ANSWER, MODEL
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,6 +15,9 @@ from halfmoon.cli.status import describe
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.frontend import cluster_status
 from tests.eventually import eventually
+from tests.lazily import Lazily
+
+openai: Any = Lazily("openai")
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -111,6 +113,7 @@ def test_openais_client_raises_its_own_errors(run: Any) -> None:
     run(scenario, api_keys={"k1": ""})
 
 
+@pytest.mark.pure
 def test_a_cpu_on_which_exact_numerics_do_not_hold_is_told(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         cluster.double.exact_numerics = "not_held"
@@ -128,6 +131,7 @@ def test_a_cpu_on_which_exact_numerics_do_not_hold_is_told(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_what_operators_look_at(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(cluster: Any) -> None:
         await cluster.post("/v1/completions", {"prompt": "Once", "max_tokens": 5})
@@ -162,6 +166,7 @@ def test_what_operators_look_at(run: Any, monkeypatch: pytest.MonkeyPatch) -> No
     run(scenario)
 
 
+@pytest.mark.pure
 def test_decode_workers_without_attention_are_told_as_not_ready_and_why(run: Any) -> None:
     why = "decode workers keep no KV, and no attention worker is ready"
 
@@ -180,6 +185,7 @@ def test_decode_workers_without_attention_are_told_as_not_ready_and_why(run: Any
     run(scenario)
 
 
+@pytest.mark.pure
 def test_unknown_paths_and_methods_get_errors_of_the_same_form(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         for method, path, status in (

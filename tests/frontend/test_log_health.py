@@ -76,6 +76,7 @@ def test_a_log_that_stores_nothing_is_a_503_with_a_reason_and_accepted_requests_
     run(scenario, unstored_ns_max=SECOND_NS, heartbeat_ns=600 * SECOND_NS)
 
 
+@pytest.mark.pure
 def test_before_the_disk_of_the_log_is_full_new_requests_are_refused(run: Any, tmp_path: Path) -> None:
     """Nothing has failed yet, so they are taken again at once when there is room."""
     free = shutil.disk_usage(tmp_path).free

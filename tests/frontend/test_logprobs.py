@@ -72,6 +72,7 @@ def test_a_chats_tokens_join_to_its_text(tokenizer: Tokenizer) -> None:
     assert "\ufffd" in content[1]["token"]
 
 
+@pytest.mark.pure
 @pytest.mark.realtime
 def test_control_tokens_that_are_text_count_as_such(run: Any, tokenizer: Tokenizer) -> None:
     name, token = next(iter(tokenizer.control.items()))
@@ -132,6 +133,7 @@ def test_one_text_of_two_tokens_is_two_entries() -> None:
     assert told["text_offset"] == [0, 4]  # the text has no first space
 
 
+@pytest.mark.pure
 @pytest.mark.realtime
 def test_whole_and_streamed_completions_tell_the_same(run: Any, tokenizer: Tokenizer) -> None:
     others = parts_of_characters(tokenizer)

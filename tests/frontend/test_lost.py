@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import msgspec
+import pytest
 from frontend_double import ANSWER
 
 from halfmoon.schemas import subjects
@@ -24,6 +25,7 @@ def joined(messages: list[Any]) -> str:
     return "".join(message["text"] for message in messages[:-1])
 
 
+@pytest.mark.pure
 def test_a_gap_is_repaired_at_once(run: Any) -> None:
     """Not only after a silence: that would be one of hours."""
     frontends: list[Frontend] = []
@@ -126,6 +128,7 @@ def test_a_request_that_nobody_speaks_of_is_asked_about(run: Any) -> None:
     run(scenario, silent_after_ns=SECOND_NS // 5, heartbeat_ns=SECOND_NS // 10)
 
 
+@pytest.mark.pure
 def test_a_second_decode_worker_goes_on_where_the_first_died(run: Any) -> None:
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
         ids, reason = double.output(arrived)
@@ -158,6 +161,7 @@ def test_a_second_decode_worker_goes_on_where_the_first_died(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_who_is_asked_to_announce_itself_tells_of_every_open_request(run: Any) -> None:
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
         arrivals = [event for event in double.events if isinstance(event, RequestArrived)]
@@ -180,6 +184,7 @@ def test_who_is_asked_to_announce_itself_tells_of_every_open_request(run: Any) -
     run(scenario)
 
 
+@pytest.mark.pure
 def test_take_of_an_unknown_request_says_gone(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         arrived = RequestArrived(

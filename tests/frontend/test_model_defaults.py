@@ -33,6 +33,7 @@ def drawn_by(sampling: Sampling) -> dict[str, float]:
     return {name: getattr(sampling, name) for name in SILENT}
 
 
+@pytest.mark.pure
 @pytest.mark.realtime
 @pytest.mark.parametrize("defaults", [{}, SAID, {"temperature": 0.0, "top_k": 5}])
 def test_the_models_defaults_count_where_a_request_is_silent(run: Any, defaults: dict[str, float]) -> None:
@@ -58,6 +59,7 @@ def test_the_models_defaults_count_where_a_request_is_silent(run: Any, defaults:
     run(scenario, sampling_defaults=defaults)
 
 
+@pytest.mark.pure
 @pytest.mark.realtime
 def test_several_choices_need_a_temperature_from_request_or_model(run: Any) -> None:
     async def scenario(cluster: Any) -> None:

@@ -22,6 +22,7 @@ from tests.eventually import BOUND_S, eventually
 BODY = {"prompt": "Once", "max_tokens": 200}
 
 
+@pytest.mark.pure
 def test_the_micro_service_can_be_found_and_measured(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         await cluster.ask("generate", BODY)
@@ -103,6 +104,7 @@ def test_two_frontends_share_the_requests_and_either_can_cancel(
     run(scenario)
 
 
+@pytest.mark.pure
 def test_payloads_have_a_limit_and_say_so(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         with pytest.raises(MaxPayloadError):
@@ -120,6 +122,7 @@ def test_payloads_have_a_limit_and_say_so(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_traceparent_is_kept_to_the_end_and_nonsense_is_not(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -156,6 +159,7 @@ async def plainly(nc: Any, subject: str, payload: bytes, reply: str, headers: by
     await nc._flush_pending()
 
 
+@pytest.mark.pure
 def test_a_request_is_dropped_and_counted_when_its_reply_subject_is_no_inbox(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         nc, ours = cluster.client.nc, cluster.frontend.bus.nc
@@ -190,6 +194,7 @@ def test_a_request_is_dropped_and_counted_when_its_reply_subject_is_no_inbox(run
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_request_can_be_cancelled_by_a_message_without_a_reply_subject(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         cluster.double.script = nothing
@@ -230,6 +235,7 @@ def test_nobody_is_kept_alive_at_a_subject_that_is_no_inbox(run: Any) -> None:
     run(scenario, alive_ns=50_000_000)
 
 
+@pytest.mark.pure
 def test_clients_may_have_inboxes_of_another_name(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         inboxes_of_a_client(cluster.client, b"_INBOX_alice")
@@ -248,6 +254,7 @@ def test_what_is_no_beginning_of_inboxes_is_refused(prefix: str) -> None:
         FrontendConfig(frontend_id="f", model=MODEL, client_inboxes=prefix)
 
 
+@pytest.mark.pure
 def test_a_long_prompt_does_not_hold_up_others(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokenizing ends here when the others are served."""
     go_on = threading.Event()
@@ -270,6 +277,7 @@ def test_a_long_prompt_does_not_hold_up_others(run: Any, monkeypatch: pytest.Mon
     run(scenario)
 
 
+@pytest.mark.pure
 def test_the_log_holds_no_text_and_no_tokens(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         await cluster.ask("generate", {**BODY, "prompt": "a very secret prompt " * 20})

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pydantic
 import pytest
 from frontend_double import ANSWER, MODEL, FailsLater, fail, whole_answer
 
 from halfmoon.schemas.events import RequestArrived, RequestCancelled
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from tests.lazily import Lazily
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = Lazily("openai")
 
 STREAMS = 50
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
@@ -35,6 +40,7 @@ async def said(stream: Any) -> str:
     return "".join([chunk.choices[0].text async for chunk in stream])
 
 
+@pytest.mark.pure
 def test_every_refusal_is_an_error_of_its_own(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         ask = ASK
@@ -66,6 +72,7 @@ def test_every_refusal_is_an_error_of_its_own(run: Any) -> None:
     run(scenario, api_keys={"k": "mine"})
 
 
+@pytest.mark.pure
 def test_what_is_not_the_clients_fault_has_errors_too(run: Any) -> None:
     """No request is ever in conflict with another (409): one whose name is taken is 422, as above."""
 
@@ -90,6 +97,7 @@ def test_what_is_not_the_clients_fault_has_errors_too(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_what_fails_in_mid_stream_is_an_error_of_the_stream(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         async with client_of(cluster, retries=2) as client:
@@ -113,6 +121,7 @@ def test_what_fails_in_mid_stream_is_an_error_of_the_stream(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_clients_classes_take_log_probabilities_of_a_prompt(run: Any, tokenizer: Tokenizer) -> None:
     """As those who measure models ask for them; what OpenAI does not know is among a class's further fields."""
     count = len(tokenizer.encode("Once upon a time"))
@@ -144,6 +153,7 @@ def test_a_clients_classes_take_log_probabilities_of_a_prompt(run: Any, tokenize
     run(scenario)
 
 
+@pytest.mark.pure
 def test_an_answer_that_was_cut_is_no_object(run: Any) -> None:
     """OpenAI's helper says that the length ended it, and not that its JSON is broken."""
 
@@ -193,6 +203,7 @@ def test_fifty_streams_at_once_are_each_whole(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_stream_that_is_left_is_cancelled_everywhere(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         async def begin(double: Any, seq: int, arrived: RequestArrived) -> None:

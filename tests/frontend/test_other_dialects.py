@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 from frontend_double import ANSWER, MODEL, Double, FailsLater
 
@@ -15,6 +13,14 @@ from halfmoon.schemas.api.requests import parse_chat
 from halfmoon.schemas.api.responses import parse_responses
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from tests.lazily import Lazily
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+else:
+    anthropic = Lazily("anthropic")
+    openai = Lazily("openai")
 
 ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 
@@ -81,6 +87,7 @@ def test_anthropics_client_is_answered(run: Any, tokenizer: Tokenizer) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_anthropics_client_shows_its_key_in_its_own_header(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         async with of_anthropic(cluster) as client:
@@ -96,6 +103,7 @@ def test_anthropics_client_shows_its_key_in_its_own_header(run: Any) -> None:
     run(scenario, api_keys={"k": ""})
 
 
+@pytest.mark.pure
 def test_whatever_is_refused_of_messages_has_anthropics_form(run: Any) -> None:
     counted = "/v1/messages/count_tokens"
 
@@ -125,6 +133,7 @@ def test_whatever_is_refused_of_messages_has_anthropics_form(run: Any) -> None:
     run(scenario, api_keys={"k": ""})
 
 
+@pytest.mark.pure
 def test_a_message_that_is_refused_by_the_cluster_has_anthropics_form(run: Any) -> None:
     async def refuse(double: Double, seq: int, arrived: RequestArrived) -> None:
         await double.reject(arrived, seq, reason="ttft_slo", message="not in time", retry_after_ns=1_000_000)
@@ -139,6 +148,7 @@ def test_a_message_that_is_refused_by_the_cluster_has_anthropics_form(run: Any) 
     run(scenario)
 
 
+@pytest.mark.pure
 def test_fields_that_change_nothing_are_taken(run: Any) -> None:
     mark: Any = {"cache_control": {"type": "ephemeral"}}
     text: Any = {"type": "text", "text": "Hi", **mark}
@@ -161,6 +171,7 @@ def test_fields_that_change_nothing_are_taken(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_messages_events_come_in_their_order(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         trace = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -191,6 +202,7 @@ def test_a_messages_events_come_in_their_order(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_openais_client_has_responses(run: Any, tokenizer: Tokenizer) -> None:
     async def whole(cluster: Any) -> None:
         async with of_openai(cluster) as client:
@@ -237,6 +249,7 @@ def test_openais_client_has_responses(run: Any, tokenizer: Tokenizer) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_the_events_of_a_response_are_numbered_as_they_come(run: Any) -> None:
     async def numbers(cluster: Any) -> list[tuple[str, int]]:
         async with of_openai(cluster) as client:
@@ -264,6 +277,7 @@ def test_the_events_of_a_response_are_numbered_as_they_come(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_message_that_fails_later_ends_with_an_error_of_anthropics(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         cluster.double.script = script = FailsLater()
@@ -295,6 +309,7 @@ def test_both_ask_for_answers_of_a_schema() -> None:
     assert parse_responses(json.dumps(responses).encode()).structure == chat.structure
 
 
+@pytest.mark.pure
 def test_tokens_become_text_again(run: Any, tokenizer: Tokenizer) -> None:
     async def scenario(cluster: Any) -> None:
         ids = tokenizer.encode("Half moons.")
@@ -306,6 +321,7 @@ def test_tokens_become_text_again(run: Any, tokenizer: Tokenizer) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_the_edge_says_what_it_is(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         _, _, content = await cluster.http_get("/load")
@@ -336,6 +352,7 @@ def test_the_edge_says_what_it_is(run: Any) -> None:
     run(scenario, model_aliases=("other",))
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

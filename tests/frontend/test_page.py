@@ -85,6 +85,7 @@ async def views(response: aiohttp.ClientResponse) -> Any:
                 yield int(fields["id"]), json.loads(fields["data"])
 
 
+@pytest.mark.pure
 def test_every_file_of_the_page_comes_from_here_and_reaches_nothing_else(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         status, headers, page = await cluster.http_get("/")
@@ -185,6 +186,7 @@ def test_when_a_conductor_falls_silent_another_answers_and_when_all_do_the_page_
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_key_is_asked_for_as_everywhere_and_a_tenants_is_not_enough(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         await Conductors().start(cluster.double)
@@ -203,6 +205,7 @@ def test_a_key_is_asked_for_as_everywhere_and_a_tenants_is_not_enough(run: Any) 
     run(scenario, api_keys={"of-all": "*", "of-a-tenant": "a"})
 
 
+@pytest.mark.pure
 def test_an_explanation_or_why_there_is_none(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         status, _, body = await cluster.http_get(f"/page/explain?request={ID}")

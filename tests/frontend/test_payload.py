@@ -69,6 +69,7 @@ def test_a_request_that_fits_fits_in_each_of_its_messages(block_tokens: int, pay
     assert carried_tokens(100, block_tokens) == 0
 
 
+@pytest.mark.pure
 def test_a_prompt_that_no_message_would_carry_is_refused_by_its_field(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         carried = carried_tokens(PAYLOAD, 16)
@@ -93,6 +94,7 @@ def test_a_prompt_that_no_message_would_carry_is_refused_by_its_field(run: Any) 
     run(scenario, context_tokens=CONTEXT)
 
 
+@pytest.mark.pure
 def test_a_log_that_takes_nothing_more_is_a_503_and_nothing_is_left_open(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         registry = cluster.frontend.registry
@@ -115,6 +117,7 @@ def test_a_log_that_takes_nothing_more_is_a_503_and_nothing_is_left_open(run: An
     run(scenario)
 
 
+@pytest.mark.pure
 def test_an_answer_over_nats_that_is_too_large_says_so(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         text = "a " * 450_000
@@ -126,6 +129,7 @@ def test_an_answer_over_nats_that_is_too_large_says_so(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_what_a_process_answers_and_nats_does_not_carry_is_an_error_to_who_asks(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         bus = cluster.double.bus
@@ -139,6 +143,7 @@ def test_what_a_process_answers_and_nats_does_not_carry_is_an_error_to_who_asks(
     run(scenario)
 
 
+@pytest.mark.pure
 def test_tokens_that_come_in_parts_are_asked_for_until_all_are_there(run: Any) -> None:
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
         ids, reason = double.output(arrived)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from frontend_double import Double, scored, whole_answer
 
 from halfmoon.schemas.events import RequestArrived
@@ -15,6 +16,7 @@ PROMPT = "Say it now"
 COMPLETIONS = "/v1/completions"
 
 
+@pytest.mark.pure
 def test_a_prompts_own_log_probabilities_are_told(run: Any, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(PROMPT)
     names = [tokenizer.decode([token]) for token in ids]
@@ -108,6 +110,7 @@ def test_a_prompts_own_log_probabilities_are_told(run: Any, tokenizer: Tokenizer
     run(scenario)
 
 
+@pytest.mark.pure
 def test_an_echo_has_the_log_probabilities_of_what_it_shows(run: Any, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(PROMPT)
     names = [tokenizer.decode([token]) for token in ids]
@@ -156,6 +159,7 @@ def test_an_echo_has_the_log_probabilities_of_what_it_shows(run: Any, tokenizer:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_prompt_is_echoed_alone(run: Any, tokenizer: Tokenizer) -> None:
     """As lm-eval-harness asks for the scores of a text."""
     ids = tokenizer.encode(PROMPT)
@@ -218,6 +222,7 @@ def test_a_prompt_is_echoed_alone(run: Any, tokenizer: Tokenizer) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_what_cannot_be_told_is_refused_by_name(run: Any, tokenizer: Tokenizer) -> None:
     async def scenario(cluster: Any) -> None:
         long = {"prompt": [5] * 4000, "max_tokens": 1}

@@ -6,14 +6,16 @@ import asyncio
 import json
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from frontend_double import ANSWER, MODEL, Cluster, Double
 
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.frontend.edges.http_answer import COMMENT
 from tests.eventually import eventually
+from tests.lazily import Lazily
+
+anthropic: Any = Lazily("anthropic")
+openai: Any = Lazily("openai")
 
 #: Each wait for the worker is longer than some of these.
 PAUSE_S = 0.005
@@ -149,6 +151,7 @@ def test_what_fails_behind_a_comment_is_an_event(run: Any) -> None:
     run(scenario, sse_comment_s=PAUSE_S)
 
 
+@pytest.mark.pure
 def test_without_a_pause_there_are_no_comments(run: Any) -> None:
     async def scenario(cluster: Cluster) -> None:
         for path, body in ASKS:

@@ -62,6 +62,7 @@ def check(
     assert 0 <= told.end_time - told.start_time < 60e9
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("chat", "body", "status", "code", "why"),
     [
@@ -102,6 +103,7 @@ def test_a_body_that_is_wrong(
     run(scenario)
 
 
+@pytest.mark.pure
 def test_who_has_no_key_and_who_comes_while_it_stops(run: Any, spans: Spans) -> None:
     async def scenario(cluster: Any) -> None:
         cluster.frontend.registry.intake.tracing = spans.tracing
@@ -118,6 +120,7 @@ def test_who_has_no_key_and_who_comes_while_it_stops(run: Any, spans: Spans) -> 
     run(scenario, api_keys={"k1": ""})
 
 
+@pytest.mark.pure
 def test_one_too_many_and_what_the_conductors_refuse(run: Any, spans: Spans) -> None:
     """A request of the cluster has its one span too, with the same words."""
     held = asyncio.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from frontend_double import Double, whole_answer
 
 from halfmoon.schemas.events import RequestArrived
@@ -13,6 +14,7 @@ from halfmoon.workers.model.text.tokenizer import Tokenizer
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
+@pytest.mark.pure
 def test_structures_become_grammars_or_are_refused(run: Any, tokenizer: Tokenizer) -> None:
     given: list[Sampling] = []
 

@@ -31,6 +31,7 @@ KEYS = {"key-of-a": "a", "key-of-b": "b", "key-of-none": "", "key-of-all": "*"}
 PROMPT = list(range(100, 140))
 
 
+@pytest.mark.pure
 def test_no_key_reaches_a_tenant_that_is_not_its_own(run: Any) -> None:
     """Keys × tenants in the body × salts: refused by the field's name, or the blocks of exactly one tenant and salt."""
 
@@ -60,6 +61,7 @@ def test_no_key_reaches_a_tenant_that_is_not_its_own(run: Any) -> None:
     run(scenario, api_keys=KEYS)
 
 
+@pytest.mark.pure
 def test_without_a_key_nothing_is_looked_at(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         for headers in (
@@ -268,6 +270,7 @@ def test_a_tenant_does_not_see_or_end_anothers_requests(guarded: Any, tokenizer:
     over_nats(guarded, tokenizer, scenario)
 
 
+@pytest.mark.pure
 def test_what_is_no_tenants_name_is_refused(run: Any) -> None:
     """On a server that asks for no credentials."""
 

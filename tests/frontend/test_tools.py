@@ -7,7 +7,6 @@ import json
 import random
 from typing import Any
 
-import openai
 import pydantic
 import pytest
 from frontend_double import MODEL, Double
@@ -20,6 +19,9 @@ from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.workers.frontend.openai.answer_parts import AnswerPart, AnswerParts, CallStyle
 from halfmoon.workers.frontend.openai.chat_parts import message_of
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from tests.lazily import Lazily
+
+openai: Any = Lazily("openai")
 
 CHAT = [{"role": "user", "content": "Weather in Rome?"}]
 WEATHER = {

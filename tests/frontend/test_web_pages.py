@@ -40,6 +40,7 @@ FOREIGN = [
 ]
 
 
+@pytest.mark.pure
 def test_a_frontend_on_loopback_is_asked_by_loopbacks_names_only(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         for host in OURS:
@@ -64,6 +65,7 @@ def test_a_frontend_on_loopback_is_asked_by_loopbacks_names_only(run: Any) -> No
     run(scenario)
 
 
+@pytest.mark.pure
 def test_names_can_be_allowed_and_other_machines_ask_by_names_that_nobody_knows(run: Any) -> None:
     async def listed(cluster: Any) -> None:
         for host, status in (("llm.example", 200), ("llm.example:8443", 200), ("exact.example:80", 200),
@@ -106,6 +108,7 @@ ORIGINS = [
 ]
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("origin", [*ORIGINS, "http://[", "\xff", ""])
 def test_a_foreign_origin_is_refused_and_our_own_is_not(run: Any, origin: str) -> None:
     async def scenario(cluster: Any) -> None:
@@ -129,6 +132,7 @@ def test_a_foreign_origin_is_refused_and_our_own_is_not(run: Any, origin: str) -
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_page_of_another_site_may_link_to_ours_and_no_more(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         foreign = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
@@ -141,6 +145,7 @@ def test_a_page_of_another_site_may_link_to_ours_and_no_more(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_a_body_says_that_it_is_json(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         for path in (POST, "/v1/chat/completions", "/tokenize"):

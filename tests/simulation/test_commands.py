@@ -45,40 +45,55 @@ def halfmoon(*words: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+def ran(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """The same in this process: its status, and what it writes."""
+    try:
+        code = main([*map(str, words)])
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    return int(code or 0), out, err  # type: ignore[call-overload]
+
+
 def cpu_s(pid: int) -> float:
     """Seconds that a process has computed, on however busy a machine."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_simulate_prints_what_scripts_rely_on(trace_file: Path) -> None:
-    run = halfmoon(
-        "simulate", "--trace", trace_file, "--requests", 200, "--prefill", 2, "--decode", 2, "--json"
+@pytest.mark.pure
+def test_simulate_prints_what_scripts_rely_on(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = ran(
+        capsys, "simulate", "--trace", trace_file, "--requests", 200, "--prefill", 2, "--decode", 2, "--json"
     )
-    report = json.loads(run.stdout)
+    report = json.loads(out)
     assert report.keys() >= KEYS
     assert report["ttft_ms"].keys() == {"mean", "p50", "p90", "p99"}
     assert report["requests"] == 200
     assert "load" not in report
 
 
-def test_simulate_prints_a_table_and_draws(trace_file: Path, tmp_path: Path) -> None:
-    run = halfmoon("simulate", "--trace", trace_file, "--requests", 200, "--plot", tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert "TTFT ms" in run.stdout
-    assert "token reuse" in run.stdout
+@pytest.mark.pure
+def test_simulate_prints_a_table_and_draws(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = ran(capsys, "simulate", "--trace", trace_file, "--requests", 200, "--plot", tmp_path)
+    assert code == 0, err
+    assert "TTFT ms" in out
+    assert "token reuse" in out
     for name in ("ttft_tbt.png", "load.png", "hit_rate.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         assert (tmp_path / name).stat().st_size > 10_000
 
 
-def test_capacity_and_size_answer(trace_file: Path) -> None:
+@pytest.mark.pure
+def test_capacity_and_size_answer(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ("--trace", trace_file, "--requests", 50, "--json")
     found = json.loads(
-        halfmoon("capacity", *few, "--prefill", 2, "--decode", 1, "--tbt-limits", "100,200").stdout
+        ran(capsys, "capacity", *few, "--prefill", 2, "--decode", 1, "--tbt-limits", "100,200")[1]
     )
     assert 0 < found["tbt_ms"]["100"]["speed"] <= found["tbt_ms"]["200"]["speed"] * 1.01
-    size = json.loads(halfmoon("size", *few, "--workers-max", 8, "--tbt-ms", 100).stdout)
+    size = json.loads(ran(capsys, "size", *few, "--workers-max", 8, "--tbt-ms", 100)[1])
     assert size["held"] >= 0.9
     assert size["prefill"] + size["decode"] < 16
 

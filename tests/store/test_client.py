@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -22,6 +21,7 @@ from halfmoon.store.errors import (
     WrongSize,
     WrongTenant,
 )
+from tests.nats_in_process import run_at
 
 BLOCK = 4 * 8192
 Story = Callable[[Cluster], Awaitable[None]]
@@ -32,7 +32,7 @@ def tell(url: str, story: Story) -> None:
         async with cluster(url) as here:
             await story(here)
 
-    asyncio.run(run())
+    run_at(url, run())
 
 
 def value(number: int) -> np.ndarray:
@@ -53,6 +53,7 @@ def idle(here: Cluster, node_id: str) -> bool:
     return (counts.holds, counts.leases, counts.reserved, counts.condemned) == (0, 0, 0, 0)
 
 
+@pytest.mark.pure
 def test_what_is_put_comes_back_into_anything_with_a_buffer_or_is_shown_in_place(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         await here.agent("n1")
@@ -82,6 +83,7 @@ def test_what_is_put_comes_back_into_anything_with_a_buffer_or_is_shown_in_place
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_a_put_of_a_key_that_is_there_keeps_its_value(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         await here.agent("n1")
@@ -127,6 +129,7 @@ def test_a_miss_a_failed_transfer_and_an_unreachable_holder_are_three_answers(na
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_another_tenant_and_another_size_are_refused_with_a_reason_and_counted(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         agent = await here.agent("n1")
@@ -161,6 +164,7 @@ def test_another_tenant_and_another_size_are_refused_with_a_reason_and_counted(n
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_a_tenant_at_its_quota_gives_up_its_own_blocks_and_nobody_elses(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         agent = await here.agent("n1", slots=8, eviction="lru", quota=(f"small={3 * BLOCK + 5}",))
@@ -221,6 +225,7 @@ def test_a_soft_pin_goes_last_a_hard_pin_stays_and_both_end_by_themselves(nats_u
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_four_hundred_blocks_into_a_pool_of_two_hundred_with_fifty_leased(nats_url: str) -> None:
     """Every put is served by eviction, the leased blocks keep their bytes, and asking whether they exist
     keeps none.

@@ -38,6 +38,7 @@ from halfmoon.store.pool.slots import Owner
 from tests.bus.proxy import Proxy
 from tests.eventually import BOUND_S, Late, eventually
 from tests.lengths import sizes
+from tests.nats_in_process import run_at
 
 BIG = layout(layers=16, block_tokens=512, kv_heads=2, head_dim=64)  # 8 MiB a block
 
@@ -48,7 +49,7 @@ def tell(url: str, story: Callable[[Cluster], Awaitable[None]]) -> None:
             await story(here)
         assert not list(SHM.glob(f"halfmoon-{here.name}-*"))
 
-    asyncio.run(run())
+    run_at(url, run())
 
 
 async def node_process(

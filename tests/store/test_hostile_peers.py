@@ -51,6 +51,7 @@ async def liar(here: Cluster, **answers: msgspec.Struct) -> None:
         await bus.serve(subjects.store("liar", verb), kind, lambda _, answer=answer: answer)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("slots", "sums"), [([], []), ([1], [1]), ([1, 2, 3], [1, 2, 3]), ([1, 2], []), ([1, 2], [1])]
 )
@@ -70,6 +71,7 @@ def test_a_lease_of_other_blocks_than_were_asked_for(
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("reserved", "said"),
     [
@@ -96,6 +98,7 @@ def test_a_reservation_of_something_else(nats_url: str, reserved: dict[str, Any]
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_a_holder_of_blocks_that_nobody_asked_for(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         await here.agent("n1")

@@ -102,6 +102,7 @@ async def test_a_slot_waits_for_the_end_of_a_copy_that_was_stopped_halfway(
         await until(lambda: guard.counts().free == SLOTS)
 
 
+@pytest.mark.pure
 async def test_a_store_agent_that_was_stopped_past_a_reservation_writes_into_nobodys_slots() -> None:
     """Over shared memory nobody but the writer itself is there to refuse; its deadline may have been checked before."""
     one, two = Side("shm", "one"), Side("shm", "two")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import os
@@ -25,6 +24,7 @@ from halfmoon.store.errors import BlockMissing, WrongTenant
 from halfmoon.store.tiers.ssd import SsdTier
 from halfmoon.store.tiers.ssd_file import ENTRY_BYTES, PAGE_BYTES, Entry, NoRoomForTier, SsdFile, TierError
 from tests.eventually import BOUND_S
+from tests.nats_in_process import run_at
 
 BLOCK = 4 * 8192
 MIB = 1 << 20
@@ -41,7 +41,7 @@ def tell(url: str, story: Story) -> None:
         async with cluster(url) as here:
             await story(here)
 
-    asyncio.run(run())
+    run_at(url, run())
 
 
 def value(number: int) -> np.ndarray:
@@ -91,6 +91,7 @@ async def is_right(client: StoreClient, number: int) -> bool:
     return into == value(number).tobytes()
 
 
+@pytest.mark.pure
 def test_what_dram_gives_up_comes_back_as_it_was(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
         agent, client = await start(here, tmp_path / "tier")
@@ -109,6 +110,7 @@ def test_what_dram_gives_up_comes_back_as_it_was(nats_url: str, tmp_path: Path) 
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(("block_tokens", "direct"), [(16, True), (17, True), (16, False), (17, False)])
 def test_records_of_any_size_with_and_without_the_page_cache(
     tmp_path: Path, block_tokens: int, direct: bool
@@ -155,6 +157,7 @@ def test_a_reader_on_another_node_gets_it_and_the_log_knows_the_tiers(nats_url: 
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_a_worker_loads_from_its_own_node_layer_by_layer(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +189,7 @@ def test_a_worker_loads_from_its_own_node_layer_by_layer(
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_a_restart_finds_what_was_saved_and_saves_what_was_idle(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
         agent, client = await start(here, tmp_path / "tier", ssd_ahead_percent=0)
@@ -201,6 +205,7 @@ def test_a_restart_finds_what_was_saved_and_saves_what_was_idle(nats_url: str, t
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 def test_only_blocks_that_were_hit_often_enough_are_saved(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
@@ -219,6 +224,7 @@ def test_only_blocks_that_were_hit_often_enough_are_saved(nats_url: str, tmp_pat
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 def test_a_small_file_gives_up_the_oldest_and_says_so(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
@@ -238,6 +244,7 @@ def test_a_small_file_gives_up_the_oldest_and_says_so(nats_url: str, tmp_path: P
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_bytes_that_changed_on_the_disk_are_a_miss_and_are_forgotten(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
         path = tmp_path / "tier"
@@ -263,6 +270,7 @@ def test_bytes_that_changed_on_the_disk_are_a_miss_and_are_forgotten(nats_url: s
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_another_tenant_is_refused_what_comes_from_the_disk(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
         agent, client = await start(here, tmp_path / "tier")
@@ -298,6 +306,7 @@ def disk(agent: StoreAgent, stand_in: str) -> Any:
         os.close(bad)
 
 
+@pytest.mark.pure
 def test_a_disk_that_cannot_be_read_is_a_miss_and_the_rest_goes_on(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
         agent, client = await start(here, tmp_path / "tier")
@@ -313,6 +322,7 @@ def test_a_disk_that_cannot_be_read_is_a_miss_and_the_rest_goes_on(nats_url: str
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     "what",
     ["full", "vanished", *(pytest.param(at, marks=pytest.mark.slow) for at in ("broken", "replaced", "cut"))],
@@ -363,6 +373,7 @@ def test_a_disk_that_fails_becomes_an_event_and_the_node_goes_on(
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_a_lost_file_is_opened_anew(nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfmoon.store.tiers.ssd.REOPEN_S", 0.05)
 
@@ -408,6 +419,7 @@ def test_a_disk_that_was_full_is_tried_soon_however_long_it_was(
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 def test_no_room_for_the_file_is_said_and_the_node_serves_without(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
@@ -419,6 +431,7 @@ def test_no_room_for_the_file_is_said_and_the_node_serves_without(nats_url: str,
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_a_file_in_use_and_a_file_of_another_layout(tmp_path: Path) -> None:
     path = tmp_path / "tier"
     file, _ = SsdFile.open(path, layout(), 10 * MIB)

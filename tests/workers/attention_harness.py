@@ -14,7 +14,6 @@ from reference import prefill
 
 from halfmoon.schemas.lending import KvPart
 from halfmoon.store.channels.channel import WorkerChannel
-from halfmoon.store.channels.listener import ChannelListener
 from halfmoon.store.channels.opening import connect
 from halfmoon.workers.attention.held import HeldSegments
 from halfmoon.workers.attention.remote_segments import RemoteSegments
@@ -26,6 +25,7 @@ from halfmoon.workers.model.paged_cache import PagedCache
 from halfmoon.workers.model.segments import AWAY
 from tests.lengths import sizes
 from tests.store.channel_harness import addresses, hello, options
+from tests.store.memory_channels import channel_kind, listening
 
 BLOCK, SEGMENT, LAYERS, STEPS = 16, 32, 3, 6
 EACH = SEGMENT // BLOCK
@@ -74,7 +74,7 @@ class Place:
         self.cache.v.fill_(float("nan"))
         attention = SdpaAttention(BLOCK, torch.device("cpu"))
         self.server = SegmentServer(attention, self.cache, segment_tokens=SEGMENT, heads=config.heads)
-        self.listener = ChannelListener(hello(name, **self._said), options(kind, timeout_s=WAIT_S))
+        self.listener = listening(hello(name, **self._said), options(kind, timeout_s=WAIT_S), kind)
         self.kind, self.name = kind, name
         self._over = threading.Event()
         self._thread = threading.Thread(
@@ -130,15 +130,20 @@ class Borrower:
             channel.close()
 
 
-@pytest.fixture(params=sizes("unix", "tls"), name="borrower")
+@pytest.fixture(name="borrower")
 def any_borrower(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Borrower]:
     with contextlib.ExitStack() as stack:
-        places = [Place(engine, f"attention-{i}", request.param) for i in range(3)]
+        kind = channel_kind(request.node, getattr(request, "param", "unix"))
+        places = [Place(engine, f"attention-{i}", kind) for i in range(3)]
         for place in places:
             stack.callback(place.close)
         one = Borrower(engine, places)
         stack.callback(one.close)
         yield one
+
+
+#: Of a test that has them over sockets.
+over_each_kind = pytest.mark.parametrize("borrower", sizes("unix", "tls"), indirect=True)
 
 
 def start(engine: Engine) -> tuple[list[list[int]], list[int]]:

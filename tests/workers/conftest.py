@@ -14,6 +14,9 @@ torch.set_num_threads(int(os.environ.get("HALFMOON_TEST_THREADS", "1")))
 
 from halfmoon.workers.model.loading.files import LoadedModel, load_model  # noqa: E402
 from halfmoon.workers.model.text.tokenizer import Tokenizer  # noqa: E402
+from tests.store.memory_channels import memory_is_reached  # noqa: E402
+
+__all__ = ["memory_is_reached"]
 
 MODEL = "smollm2-135m-instruct"
 

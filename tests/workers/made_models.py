@@ -235,6 +235,20 @@ def directory() -> Directory:
     )
 
 
+def two_layers() -> Directory:
+    """The made model, whose only layer is there twice: what enters the last one has gone through another."""
+    model = directory()
+    header, contents = safetensors_header()
+    for name in [name for name in header if "layers.0" in name]:
+        first, end = header[name]["data_offsets"]
+        place = [len(contents), len(contents) + end - first]
+        header[name.replace("layers.0", "layers.1")] = {**header[name], "data_offsets": place}
+        contents += contents[first:end]
+    model.files["model.safetensors"] = safetensors(header, contents)
+    model.files["config.json"]["num_hidden_layers"] = 2
+    return model
+
+
 SENTENCES = [
     "The capital of France is Paris.", "the cat sat on the mat  and looked at the moon", "Half moons, 1024 of them!",
     "def f(x):\n    return x ** 2\n", "[INST] Say it. [/INST]", "naïve café",

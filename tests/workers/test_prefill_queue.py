@@ -1,17 +1,16 @@
-"""Orders of a prefill worker that are cancelled while they wait for another one. Real nats-server, no model."""
+"""Orders of a prefill worker that are cancelled while they wait for another one. Real bus, no model."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas import subjects
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import CancelOrder, StartPrefill
@@ -26,6 +25,7 @@ from halfmoon.workers.prefill.stages import PrefillStage
 from halfmoon.workers.prefill.worker import PrefillWorker
 from halfmoon.workers.worker import WorkerConfig
 from tests.eventually import BOUND_S, eventually
+from tests.nats_in_process import in_process
 
 LAYOUT = Layout(
     model="null", model_fingerprint="null", layers=0, kv_heads=0, head_dim=0, block_tokens=256, dtype="none"
@@ -62,10 +62,9 @@ class Bench:
         await eventually(lambda: f"{number}-0" in self.results, f"the result of order {number}")
 
 
-@pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    server = EmbeddedServer.start(tmp_path)
-    bus = await Bus.connect(BusConfig(url=server.url), name="test")
+@contextlib.asynccontextmanager
+async def benched(url: str) -> AsyncIterator[Bench]:
+    bus = await Bus.connect(BusConfig(url=url), name="test")
     engine = NullEngine(load_config("smollm2-135m-instruct"), num_blocks=64, block_tokens=256)
     config = WorkerConfig(
         worker_id="p1",
@@ -95,44 +94,52 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     ended.set()
     await worker.stop()
     await bus.close()
-    server.stop()
 
 
-async def test_a_cancelled_order_leaves_the_queue_at_once(bench: Bench) -> None:
-    worker = bench.worker
-    for number in (1, 2, 3):
-        worker.obey(order(number))
-    assert worker.heartbeat().orders == ["1-0", "2-0", "3-0"]
-    worker.obey(CancelOrder(order_id="2-0", worker_id="p1"))
-    assert worker.heartbeat().orders == ["1-0", "3-0"]
-    assert worker.heartbeat().queued == 2
-    await bench.give(3)
-    await bench.give(1)
-    await bench.result_of(3)
-    assert bench.results == ["1-0", "3-0"]
-    assert worker.orders_open() == 0
+@pytest.mark.pure
+@in_process
+async def test_a_cancelled_order_leaves_the_queue_at_once(url: str) -> None:
+    async with benched(url) as bench:
+        worker = bench.worker
+        for number in (1, 2, 3):
+            worker.obey(order(number))
+        assert worker.heartbeat().orders == ["1-0", "2-0", "3-0"]
+        worker.obey(CancelOrder(order_id="2-0", worker_id="p1"))
+        assert worker.heartbeat().orders == ["1-0", "3-0"]
+        assert worker.heartbeat().queued == 2
+        await bench.give(3)
+        await bench.give(1)
+        await bench.result_of(3)
+        assert bench.results == ["1-0", "3-0"]
+        assert worker.orders_open() == 0
 
 
-async def test_the_first_of_the_queue_is_cancelled_while_it_waits_for_its_tokens(bench: Bench) -> None:
-    worker = bench.worker
-    for number in (1, 2):
-        worker.obey(order(number))
-    await bench.give(2)
-    await eventually(
-        lambda: worker.state.jobs["2-0"].stage is PrefillStage.PREPARED, "the second could begin"
-    )
-    assert worker.state.turn is None  # in the order of arrival
-    assert bench.results == []
-    worker.obey(CancelOrder(order_id="1-0", worker_id="p1"))
-    await bench.result_of(2)
-    assert bench.results == ["2-0"]
-    assert worker.orders_open() == 0
-    assert not worker.failed.done()
+@pytest.mark.pure
+@in_process
+async def test_the_first_of_the_queue_is_cancelled_while_it_waits_for_its_tokens(url: str) -> None:
+    async with benched(url) as bench:
+        worker = bench.worker
+        for number in (1, 2):
+            worker.obey(order(number))
+        await bench.give(2)
+        await eventually(
+            lambda: worker.state.jobs["2-0"].stage is PrefillStage.PREPARED, "the second could begin"
+        )
+        assert worker.state.turn is None  # in the order of arrival
+        assert bench.results == []
+        worker.obey(CancelOrder(order_id="1-0", worker_id="p1"))
+        await bench.result_of(2)
+        assert bench.results == ["2-0"]
+        assert worker.orders_open() == 0
+        assert not worker.failed.done()
 
 
-async def test_a_worker_tells_the_log_what_it_found_of_its_cpu(bench: Bench) -> None:
-    async with asyncio.timeout(BOUND_S):
-        async for stamped in bench.bus.events(after=0):
-            if isinstance(stamped.event, WorkerJoined):
-                assert stamped.event.exact_numerics == "not_held"
-                return
+@pytest.mark.pure
+@in_process
+async def test_a_worker_tells_the_log_what_it_found_of_its_cpu(url: str) -> None:
+    async with benched(url) as bench:
+        async with asyncio.timeout(BOUND_S):
+            async for stamped in bench.bus.events(after=0):
+                if isinstance(stamped.event, WorkerJoined):
+                    assert stamped.event.exact_numerics == "not_held"
+                    return

@@ -40,13 +40,14 @@ from halfmoon.workers.model.paged_cache import PagedCache
 from halfmoon.workers.model.segments import AWAY
 from tests.eventually import eventually_here
 from tests.store.channel_harness import in_thread
+from tests.store.memory_channels import channel_kind
 
 __all__ = ["any_borrower", "any_engine", "any_model"]
 
 
 @pytest.fixture(name="place")
-def any_place(engine: Engine) -> Iterator[Place]:
-    one = Place(engine, "attention-0", "unix")
+def any_place(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Place]:
+    one = Place(engine, "attention-0", channel_kind(request.node))
     yield one
     one.close()
 
@@ -62,6 +63,7 @@ def token_bytes(engine: Engine, layers: int = LAYERS) -> int:
     return 2 * layers * engine.config.kv_heads * engine.config.head_dim * engine.dtype.itemsize
 
 
+@pytest.mark.pure
 def test_a_part_grows_by_a_push_between_steps_and_during_them(engine: Engine, borrower: Borrower) -> None:
     tables, tokens = start(engine)
     expected = []
@@ -103,6 +105,7 @@ def test_a_part_grows_by_a_push_between_steps_and_during_them(engine: Engine, bo
         assert channel.sent.messages(Op.APPEND) == 4 * EACH * LAYERS
 
 
+@pytest.mark.pure
 def test_heads_and_a_last_block_in_part(engine: Engine, place: Place, channel: WorkerChannel) -> None:
     """A place may have some of the KV heads; what is pushed need not end with a block."""
     config = replace(engine.config, kv_heads=1)
@@ -149,6 +152,7 @@ def refused(channel: WorkerChannel, header: MessageHeader, payload: torch.Tensor
     return heard.decode()
 
 
+@pytest.mark.pure
 def test_a_push_is_refused_by_field_and_the_channel_goes_on(
     engine: Engine, place: Place, channel: WorkerChannel
 ) -> None:
@@ -168,6 +172,7 @@ def test_a_push_is_refused_by_field_and_the_channel_goes_on(
     assert place.cache.k[:, 5].isnan().all()
 
 
+@pytest.mark.pure
 def test_a_hold_that_is_full_takes_no_more(engine: Engine, place: Place, channel: WorkerChannel) -> None:
     place.server.holds[1] = HeldSegments([5], BLOCK)
     with pytest.raises(
@@ -176,6 +181,7 @@ def test_a_hold_that_is_full_takes_no_more(engine: Engine, place: Place, channel
         push_tokens(channel, 1, engine.cache, [0], BLOCK, BLOCK)
 
 
+@pytest.mark.pure
 def test_a_push_that_broke_off_begins_again(engine: Engine, place: Place, channel: WorkerChannel) -> None:
     """Also where whole blocks had come: until it is complete nobody attends to them."""
     table = engine.allocator.allocate(3)
@@ -195,6 +201,7 @@ def test_a_push_that_broke_off_begins_again(engine: Engine, place: Place, channe
         push_tokens(channel, 1, engine.cache, table, 0, BLOCK)
 
 
+@pytest.mark.pure
 def test_a_hold_that_is_dropped_during_a_push(engine: Engine, place: Place, channel: WorkerChannel) -> None:
     """Its blocks may be another's by then: nothing more is written to them."""
     table = engine.allocator.allocate(2)

@@ -37,6 +37,7 @@ from halfmoon.workers.model.transformer import Layer
 from tests.eventually import eventually_here
 from tests.lengths import sizes
 from tests.store.channel_harness import addresses, hello, options, shorten
+from tests.store.memory_channels import channel_kind
 
 __all__ = ["any_model"]
 
@@ -101,11 +102,13 @@ class Group:
 class Model:
     """A model worker, and the attention workers that have the members' KV: `by_heads`, or by request."""
 
-    def __init__(self, local: Local, away: Engine, count: int, *, by_heads: bool, groups: int = 1) -> None:
+    def __init__(
+        self, local: Local, away: Engine, count: int, *, by_heads: bool, groups: int = 1, kind: str = "unix"
+    ) -> None:
         self.local, self.away, self.by_heads, self.n = local, away, by_heads, groups
         shares = count if by_heads else 1
         self.places = [
-            Place(away, f"attention-{i}", "unix", head_shares=shares, blocks=len(LENGTHS) * 14)
+            Place(away, f"attention-{i}", kind, head_shares=shares, blocks=len(LENGTHS) * 14)
             for i in range(count)
         ]
         heads = head_shares(away.config.kv_heads, shares)
@@ -167,11 +170,12 @@ Made = Callable[..., Model]
 
 
 @pytest.fixture(name="made")
-def any_made(local: Local, away: Engine) -> Iterator[Made]:
+def any_made(request: pytest.FixtureRequest, local: Local, away: Engine) -> Iterator[Made]:
+    kind = channel_kind(request.node)
     with contextlib.ExitStack() as stack:
 
         def make(count: int, *, by_heads: bool = False, groups: int = 1) -> Model:
-            one = Model(local, away, count, by_heads=by_heads, groups=groups)
+            one = Model(local, away, count, by_heads=by_heads, groups=groups, kind=kind)
             stack.callback(one.close)
             for member in MEMBERS:
                 one.hand_over(member)
@@ -197,6 +201,7 @@ def test_the_same_bits_while_members_come_and_go(made: Made, by_heads: bool, cou
             assert place.server.holds[member].tokens == LENGTHS[member] + model.taken[member]
 
 
+@pytest.mark.pure
 def test_n_groups_have_the_bits_of_one(made: Made) -> None:
     model = made(1, groups=3)
     model.begin(MEMBERS)
@@ -204,6 +209,7 @@ def test_n_groups_have_the_bits_of_one(made: Made) -> None:
         model.step(MEMBERS, number)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(("by_heads", "count"), [(False, 2), (True, 3)])
 def test_bytes_are_those_of_the_formula(made: Made, by_heads: bool, count: int) -> None:
     """A step's payload is (2 + 2/G) e d B L, whatever the split; each layer has three messages at each place."""
@@ -232,6 +238,7 @@ def test_bytes_are_those_of_the_formula(made: Made, by_heads: bool, count: int) 
     assert HEADER_BYTES <= 64
 
 
+@pytest.mark.pure
 def test_attention_to_the_past_begins_before_the_new_keys_are_there(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +260,7 @@ def test_attention_to_the_past_begins_before_the_new_keys_are_there(
     assert server.counts.queries == server.counts.early == asked == LAYERS
 
 
+@pytest.mark.pure
 def test_what_is_begun_goes_out_before_another_query_is_taken(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +300,7 @@ def test_what_is_begun_goes_out_before_another_query_is_taken(
         assert taken[0][1] is taken[1][1] is not taken[2][1]
 
 
+@pytest.mark.pure
 def test_a_step_that_failed_is_taken_again_with_those_who_are_left(made: Made) -> None:
     model = made(2, groups=2)
     model.begin(MEMBERS)
@@ -307,6 +316,7 @@ def test_a_step_that_failed_is_taken_again_with_those_who_are_left(made: Made) -
         model.step(left, number)
 
 
+@pytest.mark.pure
 def test_another_model_worker_goes_on_where_one_was_lost_in_mid_step(made: Made) -> None:
     """Nothing is computed again but the token whose step was not finished."""
     model = made(1, by_heads=False)
@@ -325,6 +335,7 @@ def test_another_model_worker_goes_on_where_one_was_lost_in_mid_step(made: Made)
         model.step(MEMBERS, number)
 
 
+@pytest.mark.pure
 def test_an_older_list_does_not_write_to_what_a_newer_one_has(made: Made) -> None:
     model = made(1, groups=1)
     model.begin(MEMBERS)
@@ -406,6 +417,7 @@ def test_who_says_nothing_is_lost_after_the_bound_of_its_channel(
     borrower.close()
 
 
+@pytest.mark.pure
 def test_lists_are_refused_by_field_and_the_channel_goes_on(made: Made) -> None:
     model = made(1)
     holds, cache = model.places[0].server.holds, model.groups[0].cache
@@ -430,6 +442,7 @@ def test_lists_are_refused_by_field_and_the_channel_goes_on(made: Made) -> None:
     model.step(MEMBERS, 0)
 
 
+@pytest.mark.pure
 def test_a_hold_that_fills_up_says_so_and_one_with_more_blocks_goes_on(made: Made) -> None:
     model = made(1)
     hold = model.places[0].server.holds[1]
@@ -444,6 +457,7 @@ def test_a_hold_that_fills_up_says_so_and_one_with_more_blocks_goes_on(made: Mad
     model.step([1, 3], 2)
 
 
+@pytest.mark.pure
 def test_a_hold_that_was_dropped_is_refused(made: Made) -> None:
     model = made(1)
     model.begin(MEMBERS)
@@ -454,6 +468,7 @@ def test_a_hold_that_was_dropped_is_refused(made: Made) -> None:
     assert refused.value.hold == 3
 
 
+@pytest.mark.pure
 def test_questions_out_of_order_are_refused(made: Made) -> None:
     model = made(1)
     model.begin([0])
@@ -470,6 +485,7 @@ def test_questions_out_of_order_are_refused(made: Made) -> None:
         cache.collect(q)
 
 
+@pytest.mark.pure
 def test_keys_for_who_holds_segments_end_the_channel(made: Made) -> None:
     model = made(1)
     with model.places[0].connect() as channel:
@@ -480,6 +496,7 @@ def test_keys_for_who_holds_segments_end_the_channel(made: Made) -> None:
             channel.receive(lambda header: memoryview(bytearray(header.payload_bytes)))
 
 
+@pytest.mark.pure
 def test_a_channel_has_a_list_of_each_kind_and_of_each_the_newest(made: Made) -> None:
     model = made(1)
     config, dtype = model.away.config, model.away.dtype
@@ -512,13 +529,14 @@ def test_a_channel_has_a_list_of_each_kind_and_of_each_the_newest(made: Made) ->
             heard()
 
 
+@pytest.mark.pure
 def test_ends_of_prompts_go_over_one_channel_until_the_place_starts_again(made: Made, local: Local) -> None:
     model, settings = made(1), options("unix", timeout_s=WAIT_S)
     (place,) = model.places
     borrower = Borrower(
         local.engine, hello("decode-0"), settings, GroupChoice(1, CostProfile(), hello("decode-0"))
     )
-    borrower.addresses[place.name] = addresses(place.listener, "unix")
+    borrower.addresses[place.name] = addresses(place.listener, place.kind)
     kv_heads = model.away.config.kv_heads
 
     def push(holder: Place, hold: int) -> None:
@@ -534,14 +552,15 @@ def test_ends_of_prompts_go_over_one_channel_until_the_place_starts_again(made: 
         borrower.push(PushTail("o", local.tables[0][0], 0, 3, (whole(place.name, range(kv_heads), 52),)))
     assert list(borrower._pushes.open.values()) == [first]
     place.close()
-    again = Place(model.away, place.name, "unix")
+    again = Place(model.away, place.name, place.kind)
     model.places.append(again)
-    borrower.addresses[place.name] = addresses(again.listener, "unix")
+    borrower.addresses[place.name] = addresses(again.listener, again.kind)
     push(again, 1)
     assert list(borrower._pushes.open.values()) != [first]
     borrower._pushes.close()
 
 
+@pytest.mark.pure
 def test_heads_that_do_not_divide_and_rows_without_a_place(made: Made) -> None:
     assert head_shares(6, 3) == [range(2), range(2, 4), range(4, 6)]
     with pytest.raises(ValueError, match="places: 3 KV heads do not divide by 2"):

@@ -14,6 +14,7 @@ from attention_harness import (
     any_borrower,
     any_engine,
     any_model,
+    over_each_kind,
     part,
     start,
     step,
@@ -31,6 +32,7 @@ from halfmoon.workers.model.layer_hooks import LayerHooks
 __all__ = ["any_borrower", "any_engine", "any_model"]
 
 
+@over_each_kind
 def test_the_same_bits_while_parts_leave_in_mid_answer(engine: Engine, borrower: Borrower) -> None:
     tables, tokens = start(engine)
     expected = []
@@ -57,6 +59,7 @@ def test_the_same_bits_while_parts_leave_in_mid_answer(engine: Engine, borrower:
         assert digests == expected[number], number
 
 
+@pytest.mark.pure
 def test_bytes_are_those_of_the_formula(engine: Engine, borrower: Borrower) -> None:
     """Up: a query of each row. Down: of each segment its result and one number a head."""
     tables, tokens = start(engine)
@@ -98,6 +101,7 @@ def chunks(engine: Engine, table: list[int], start: int, tokens: int, borrower: 
     return digests
 
 
+@pytest.mark.pure
 def test_a_prompt_goes_on_whose_first_segments_are_elsewhere(engine: Engine, borrower: Borrower) -> None:
     """The same bits, in whole chunks and for a last token alone; bytes by the formula."""
     table = engine.allocator.allocate(13)
@@ -117,6 +121,7 @@ def test_a_prompt_goes_on_whose_first_segments_are_elsewhere(engine: Engine, bor
         assert channel.received.payload_bytes(Op.PARTIAL) == partial
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 def test_a_chunk_whose_states_are_more_than_a_message_is_refused(engine: Engine, borrower: Borrower) -> None:
     table = engine.allocator.allocate(13)
@@ -130,6 +135,7 @@ def test_a_chunk_whose_states_are_more_than_a_message_is_refused(engine: Engine,
         chunks(engine, table, 5 * SEGMENT, 6 * SEGMENT, borrower)
 
 
+@pytest.mark.pure
 def test_a_part_that_is_not_there_is_named(engine: Engine, borrower: Borrower) -> None:
     tables, tokens = start(engine)
     borrower.lend("attention-1", 0, tables, 0, 1)
@@ -141,6 +147,7 @@ def test_a_part_that_is_not_there_is_named(engine: Engine, borrower: Borrower) -
     step(engine, tables, tokens, 0, borrower.remote)
 
 
+@pytest.mark.pure
 def test_two_groups_by_turns_have_the_bits_of_one(engine: Engine, borrower: Borrower) -> None:
     """Also after a step that one of them failed: no answer is left in the channels of the other."""
     tables, tokens = start(engine)
@@ -166,6 +173,7 @@ def test_two_groups_by_turns_have_the_bits_of_one(engine: Engine, borrower: Borr
         assert one.received.messages(Op.PARTIAL) == LAYERS + 2
 
 
+@pytest.mark.pure
 def test_a_part_that_was_dropped_is_refused_though_it_was_listed(engine: Engine, borrower: Borrower) -> None:
     """Its blocks may have others' KV by then."""
     tables, tokens = start(engine)
@@ -182,6 +190,7 @@ def test_a_part_that_was_dropped_is_refused_though_it_was_listed(engine: Engine,
         step(engine, tables, tokens, 1, borrower.remote)
 
 
+@over_each_kind
 def test_a_place_that_dies_is_lost_by_name(engine: Engine, borrower: Borrower) -> None:
     tables, tokens = start(engine)
     borrower.lend("attention-1", 0, tables, 0, 1)

@@ -30,6 +30,7 @@ from halfmoon.workers.decode.group_choice import GroupChoice
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
 from tests.store.channel_harness import addresses, hello, options
+from tests.store.memory_channels import channel_kind
 
 #: Whole and broken segments; one and two of them with nothing behind; less than one.
 LENGTHS, STEPS = (200, 64, 130, 32, 20), 4
@@ -93,21 +94,23 @@ def any_local(model: LoadedModel) -> Local:
 class Spread:
     """A decode worker without KV, and attention workers that have the members' KV in one of three ways."""
 
-    def __init__(self, local: Local, model: LoadedModel, split: str, count: int, groups: int) -> None:
+    def __init__(
+        self, local: Local, model: LoadedModel, split: str, count: int, groups: int, kind: str
+    ) -> None:
         self.local, self.split, settings = local, split, options("unix", timeout_s=WAIT_S)
         self.away = Engine(
             model, num_blocks=1, block_tokens=BLOCK, exact=True, segment_tokens=SEGMENT, query_first=True
         )
         shares = count if split == "heads" else 1
         self.places = [
-            Place(self.away, f"attention-{i}", "unix", head_shares=shares, blocks=80, **HEADS)
+            Place(self.away, f"attention-{i}", kind, head_shares=shares, blocks=80, **HEADS)
             for i in range(count)
         ]
         ours = hello("decode-0", **HEADS)
         choice = GroupChoice(groups, CostProfile(), ours)
         self.borrower = Borrower(self.away, ours, settings, choice)
         for place in self.places:
-            self.borrower.addresses[place.name] = addresses(place.listener, "unix")
+            self.borrower.addresses[place.name] = addresses(place.listener, kind)
         self.members = [self.member(number) for number in MEMBERS]
 
     def given(self, number: int) -> list[KvPart]:
@@ -187,11 +190,12 @@ Made = Callable[..., Spread]
 
 
 @pytest.fixture(name="made")
-def any_made(local: Local, model: LoadedModel) -> Iterator[Made]:
+def any_made(request: pytest.FixtureRequest, local: Local, model: LoadedModel) -> Iterator[Made]:
+    kind = channel_kind(request.node)
     with contextlib.ExitStack() as stack:
 
         def make(split: str, count: int, groups: int = 1) -> Spread:
-            one = Spread(local, model, split, count, groups)
+            one = Spread(local, model, split, count, groups, kind)
             stack.callback(one.close)
             return one
 
@@ -220,6 +224,7 @@ def test_the_same_bits_at_so_many_places_while_members_come_and_go(
     assert [len(member.output) - 1 for member in spread.members] == [4, 3, 3, 2, 3]
 
 
+@pytest.mark.pure
 def test_a_planted_difference_in_a_part_is_seen(made: Made) -> None:
     spread = made("sequence", 3)
     spread.step([0])
@@ -232,6 +237,7 @@ def test_a_planted_difference_in_a_part_is_seen(made: Made) -> None:
         spread.step([0])
 
 
+@pytest.mark.pure
 def test_bytes_by_sequence_are_those_of_the_formula(made: Made) -> None:
     """Up: a query to each place of a row, k and v to one. Down: a state of each segment, or one row of a whole."""
     spread = made("sequence", 3)
@@ -251,6 +257,7 @@ def test_bytes_by_sequence_are_those_of_the_formula(made: Made) -> None:
     assert others <= {"QUERY", "KEY_VALUE", "OUT", "PARTIAL", "HELLO", "SLOTS", "CREDIT"}
 
 
+@pytest.mark.pure
 def test_a_lost_place_fails_the_step_and_the_others_go_on_from_where_they_were(made: Made) -> None:
     spread = made("sequence", 3)
     spread.step(MEMBERS)
@@ -268,6 +275,7 @@ def test_a_lost_place_fails_the_step_and_the_others_go_on_from_where_they_were(m
     spread.step(left)
 
 
+@pytest.mark.pure
 def test_a_part_that_was_dropped_is_refused_and_the_channels_go_on(made: Made) -> None:
     spread = made("sequence", 2)
     spread.step(MEMBERS)
@@ -283,6 +291,7 @@ def test_a_part_that_was_dropped_is_refused_and_the_channels_go_on(made: Made) -
     assert len(spread.channels()) == 2
 
 
+@pytest.mark.pure
 def test_states_that_are_more_than_the_other_end_takes_are_refused(made: Made) -> None:
     place = made("request", 1).places[0]
     place.server.holds[9] = HeldSegments(list(range(80)), 1)

@@ -22,6 +22,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.store.errors import ChannelLost
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
+from halfmoon.workers.prefill import stage_listener
 from halfmoon.workers.prefill.actions import ComputePrompt, ComputeStage
 from halfmoon.workers.prefill.cache_window import CacheWindow, PromptMemory
 from halfmoon.workers.prefill.computation import OrderAborted, PromptComputation
@@ -32,6 +33,7 @@ from halfmoon.workers.prefill.stage_listener import StageListener
 from halfmoon.workers.worker import ChannelConfig
 from tests.eventually import BOUND_S
 from tests.store.channel_harness import hello, options
+from tests.store.memory_channels import KIND, MemoryListener, channel_kind
 
 LAYERS, BLOCK, TOKENS = 3, 16, 16 * 5 + 3
 PROMPT = [(i * i * 31 + 17 * i) % 40000 + 20 for i in range(TOKENS)]
@@ -50,6 +52,13 @@ def engine(model: LoadedModel) -> Engine:
     made.cache.k.fill_(float("nan"))  # what was never brought there would be seen
     made.cache.v.fill_(float("nan"))
     return made
+
+
+@pytest.fixture(autouse=True)
+def within_the_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the test is marked so."""
+    if channel_kind(request.node) == KIND:
+        monkeypatch.setattr(stage_listener, "ChannelListener", MemoryListener)
 
 
 class Pool:
@@ -190,6 +199,7 @@ def test_stages_give_one_workers_bits(
         assert loaded == (list(range(LAYERS)) if cached else [])
 
 
+@pytest.mark.pure
 def test_a_planted_difference_in_a_cached_block_is_seen(model: LoadedModel, alone: tuple[str, Any]) -> None:
     digest, held = alone
     with Group(model, (2, 1)) as group:
@@ -202,6 +212,7 @@ def test_a_planted_difference_in_a_cached_block_is_seen(model: LoadedModel, alon
         assert group.engines[-1].logits_digest(logits) != digest  # type: ignore[arg-type]
 
 
+@pytest.mark.pure
 def test_a_stage_computes_a_chunk_while_the_next_one_computes_that_before(model: LoadedModel) -> None:
     """By the order of events alone: the first stage is done with all before the last one ends."""
     with Group(model, (2, 1)) as group:
@@ -225,6 +236,7 @@ def test_a_stage_computes_a_chunk_while_the_next_one_computes_that_before(model:
         running[0].result(timeout=BOUND_S)
 
 
+@pytest.mark.pure
 def test_a_stage_that_hangs_up_is_named_and_the_others_end(model: LoadedModel) -> None:
     with Group(model, (1, 1, 1)) as group:
         running = group.begin_parts()
@@ -236,6 +248,7 @@ def test_a_stage_that_hangs_up_is_named_and_the_others_end(model: LoadedModel) -
             assert isinstance(part.exception(timeout=BOUND_S), ChannelLost)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     "changes", [{"prompt_tokens": TOKENS + 1}, {"prefill_worker_id": "p9"}], ids=["tokens", "worker"]
 )
@@ -247,6 +260,7 @@ def test_a_plan_of_another_order_is_not_obeyed(model: LoadedModel, changes: dict
         assert isinstance(running[0].exception(timeout=BOUND_S), ChannelLost)
 
 
+@pytest.mark.pure
 def test_what_cannot_be_fetched_is_no_stages_fault(model: LoadedModel) -> None:
     with Group(model, (2, 1)) as group:
         running = group.begin_parts()
@@ -257,6 +271,7 @@ def test_what_cannot_be_fetched_is_no_stages_fault(model: LoadedModel) -> None:
         assert isinstance(running[0].exception(timeout=BOUND_S), ChannelLost)
 
 
+@pytest.mark.pure
 def test_a_cancelled_prompt_ends_all_stages(model: LoadedModel) -> None:
     with Group(model, (2, 1)) as group:
         running = group.begin_parts()
@@ -268,6 +283,7 @@ def test_a_cancelled_prompt_ends_all_stages(model: LoadedModel) -> None:
         assert isinstance(running[0].exception(timeout=BOUND_S), ChannelLost)
 
 
+@pytest.mark.pure
 def test_a_stage_that_nobody_called_ends_when_it_is_stopped(model: LoadedModel) -> None:
     with Group(model, (2, 1)) as group:
         (running,) = group.begin_parts()
