@@ -3,7 +3,8 @@
 The built-in model, f32, fast numerics, one thread. Quality: prompts of three documents of this repository, each edited
 in several ways, with the document's own KV as the reference; the text that follows is teacher-forced after the prompt.
 Against a prefill of the whole prompt: the difference of the mean negative log likelihood of that text, the divergence
-of the distributions (KL) and how often the likeliest token is the same; means over the documents. The ways:
+of the distributions (KL) and how often the likeliest token is the same; means over the documents. By the resemblance of
+prompt and reference, as their sketches tell it, the core decides whether one stands in. The ways:
 
 - `runs`: ours, `workers.model.similar`;
 - `paper`: each token's nearest by the hash of its embedding, turned by its position, and computed in every layer where
@@ -32,6 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from clusters import finish, parsed, parser, spread
 
+from halfmoon.schemas.similar import resemblance_percent, sketch_of
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import load_model
 from halfmoon.workers.model.similar.matching import Matching, match_runs
@@ -41,6 +43,7 @@ from halfmoon.workers.model.text.tokenizer import Tokenizer
 Tensor = torch.Tensor
 Kv = list[tuple[Tensor, Tensor]]
 
+ROOT_KEY = b"benchmark"
 MODEL = "smollm2-135m-instruct"
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("LICENSE", "ARCHITECTURE.md", "docs/security.md", "docs/store.md", "docs/conductor.md")
@@ -211,8 +214,10 @@ def quality(bench: Bench, options: argparse.Namespace) -> dict[str, dict[str, di
         for name, edit in list(EDITS.items())[: options.edits]:
             prompt = bench.ids(edit(sentences, others, random.Random(number)))
             wanted = bench.following(bench.prefill(prompt, PROMPT), len(prompt), follow)
+            alike = resemblance_percent(sketch_of(ROOT_KEY, prompt), sketch_of(ROOT_KEY, reference))
             for way, matching in matchings(signatures, prompt, reference).items():
                 measured = one_way(bench, way, prompt, follow, kv, matching, wanted)
+                measured["resemblance"] = alike
                 found.setdefault(name, {}).setdefault(way, []).append(measured)
     return {name: {way: means(measured) for way, measured in ways.items()} for name, ways in found.items()}
 
@@ -311,10 +316,10 @@ def main() -> None:
     if options.part in ("all", "quality"):
         found["quality"] = quality(bench, options)
         found["tokens"], found["documents"] = options.tokens, list(DOCUMENTS[: options.documents])
-        lines.append("edit, way: computed, dNLL, KL (least to most), same likeliest token")
+        lines.append("edit (resemblance), way: computed, dNLL, KL (least to most), same likeliest token")
         lines += [
-            f"{edit}, {way}: {one['computed']:.3f}, {one['nll']:+.3f}, {one['kl']:.3f} ({one['kl_least']:.3f} to "
-            f"{one['kl_most']:.3f}), {one['same']:.2f}"
+            f"{edit} ({one['resemblance']:.0f} %), {way}: {one['computed']:.3f}, {one['nll']:+.3f}, "
+            f"{one['kl']:.3f} ({one['kl_least']:.3f} to {one['kl_most']:.3f}), {one['same']:.2f}"
             for edit, ways in found["quality"].items()
             for way, one in ways.items()
         ]
