@@ -8,6 +8,7 @@ from halfmoon.schemas.decisions import LayerStage, StartPrefill
 from halfmoon.schemas.events import PrefillFinished
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.workers.prefill.stages import JobRules
 
 
@@ -29,6 +30,7 @@ class Computed(Protocol):
     fetch_ns: int
     stages: list[LayerStage]
     kept: bool
+    similar: SimilarReuse | None
 
 
 def cached_here(job: Computed) -> int:
@@ -47,6 +49,7 @@ def result_of(job: Computed, first: SampledToken) -> PrefillResult:
         compute_ns=job.compute_ns,
         cached_tokens=cached_here(job) + job.fetched_blocks * job.rules.layout.block_tokens,
         finished_at_ns=job.finished_at_ns,
+        similar=job.similar,
     )
 
 
@@ -70,4 +73,5 @@ def finished_of(job: Computed, pushed_bytes: int, push_ns: int) -> PrefillFinish
         prompt_tokens=job.order.prompt_tokens,
         stages=len(job.stages),
         stage_wait_ns=job.stage_wait_ns,
+        similar=job.similar,
     )

@@ -19,6 +19,7 @@ from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.machines import Report, TakeTokens, TokensTaken, refusal
@@ -34,6 +35,7 @@ from halfmoon.workers.prefill.events import (
     LayersFetched,
     LayerStored,
     LoadFailed,
+    OfReference,
     OpenPushFailed,
     PauseEnded,
     PrefixLayerLoaded,
@@ -47,7 +49,8 @@ from halfmoon.workers.prefill.events import (
     StageLost,
     StepOfOrder,
 )
-from halfmoon.workers.prefill.prompt_chunks import prompt_to_compute
+from halfmoon.workers.prefill.prompt_chunks import prompt_to_compute, shared_keys
+from halfmoon.workers.prefill.reference_job import reference_of
 from halfmoon.workers.prefill.stages import REASON_CHARACTERS_MAX, WAITING_STAGES, JobRules, PrefillStage
 
 #: How long a full store, and one that does not answer, is asked again. Without patience a node that restarts would
@@ -86,8 +89,7 @@ class Job:
         self.fetched_layer = -1
         #: Layers of a wrong fetch may have been pushed, and a decode worker does not copy a layer twice.
         self.pushed_wrong = False
-        self.fetched_bytes = 0
-        self.fetch_ns = 0
+        self.fetched_bytes = self.fetch_ns = 0
         self.started_ns = 0
         self.compute_ns = self.stage_wait_ns = 0
         self.kept = False
@@ -98,6 +100,9 @@ class Job:
         self.result: PrefillResult | None = None
         #: Who computes which layers; []: this worker all of them.
         self.stages = order.stages
+        #: A similar prompt, and what it stood in for.
+        self.reference = reference_of(order, rules)
+        self.similar: SimilarReuse | None = None
 
     @property
     def blocks(self) -> int:
@@ -148,6 +153,10 @@ class Job:
 
     def step(self, event: StepOfOrder, out: Actions) -> None:
         """Something that was under way went on, or ended."""
+        if isinstance(event, OfReference):
+            if self.reference is not None:
+                self.reference.step(event, out, computing=self.stage is PrefillStage.COMPUTING)
+            return
         match event:
             case LayerStored():
                 self._layer_stored(event, out)
@@ -229,7 +238,7 @@ class Job:
         out.append(
             actions.ReserveSlots(
                 order_id=self.order_id,
-                block_keys=self.reply.block_keys,
+                block_keys=shared_keys(self.order, self.reply),
                 blocks=self.blocks,
                 tenant=self.reply.tenant,
                 token_ids=self.reply.token_ids,
@@ -246,6 +255,8 @@ class Job:
         while self.cached_blocks < usable and self.cached_blocks in present:
             self.cached_blocks += 1
         self._fetch(usable, out)
+        if self.reference is not None:
+            self.reference.reserve(self.reply.tenant, out)
 
     def _fetch(self, usable: int, out: Actions) -> None:
         """Order the first fetch that continues what is here; blocks that are here already are not fetched."""
@@ -312,10 +323,8 @@ class Job:
         if not self.paused:
             return
         self.paused = False
-        if self.stage is PrefillStage.OPENING_PUT:
-            self._open_put(out)
-        else:
-            self._open_push(out)
+        again = self._open_put if self.stage is PrefillStage.OPENING_PUT else self._open_push
+        again(out)
 
     # --- computing ------------------------------------------------------------------------------------------
 
@@ -374,7 +383,7 @@ class Job:
 
     def _chunk_stored(self, event: ChunkStored, out: Actions) -> None:
         # The last block has no key when it is not full: nobody could ask for it.
-        keyed = len(self.reply.block_keys) // KEY_BYTES
+        keyed = len(shared_keys(self.order, self.reply)) // KEY_BYTES
         blocks = min(event.first_block + event.blocks, keyed) - event.first_block
         if blocks > 0 and not self.cancelled:
             out.append(
@@ -391,7 +400,7 @@ class Job:
             self._push(layer, first_block, blocks, out)
         self.stage = PrefillStage.DRAWING
         self.compute_ns = event.at_ns - self.started_ns
-        self.stage_wait_ns, self.kept = event.stage_wait_ns, event.kept
+        self.stage_wait_ns, self.kept, self.similar = event.stage_wait_ns, event.kept, event.similar
         self.finished_at_ns = event.finished_at_ns
         out.append(
             actions.DrawFirstToken(
