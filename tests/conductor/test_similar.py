@@ -20,6 +20,7 @@ from conductor_scripts import (
     stored,
 )
 
+from halfmoon.cli.status import describe
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.state.similar_index import PROMPTS_MAX, SimilarIndex
 from halfmoon.conductor.replay.explain import reference_line
@@ -229,6 +230,14 @@ def test_an_explanation_says_what_stood_in(similar: SimilarReuse | None, told: s
     line = reference_line(order.reference, PlacementAttempt(order=order, seq=1, at_ns=1, prefilled=went))
     assert "10 blocks at n-p0" in line
     assert told in line, line
+
+
+def test_status_says_what_stood_in() -> None:
+    counts = ("blocks", "prompt_tokens", "cached_local_tokens", "cached_fetched_tokens", "similar_requests")
+    cache = dict.fromkeys(counts, 1) | {"similar_tokens": 800, "similar_computed_tokens": 300}
+    status = {"model": "m", "ready": True, "nats": "n", "http": "h", "nodes": [], "conductors": []}
+    assert "stood in for 800 tokens of 1 requests; of these 300" in describe({**status, "cache": cache})
+    assert "similar" not in describe({**status, "cache": cache | {"similar_requests": 0}})
 
 
 @pytest.mark.parametrize(

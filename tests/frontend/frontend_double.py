@@ -330,7 +330,9 @@ def inboxes_of_a_client(bus: Bus, prefix: bytes = b"_INBOX") -> None:
 
 
 @contextlib.asynccontextmanager
-async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> AsyncIterator[Cluster]:
+async def cluster(
+    server_url: str, tokenizer: Tokenizer, *, layout: Layout = LAYOUT, **options: Any
+) -> AsyncIterator[Cluster]:
     """Checks what must be so at the end of any scenario."""
     frontend_id = f"f{next(_numbers)}"
     settings: dict[str, Any] = {
@@ -347,7 +349,7 @@ async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> Asyn
     try:
         double = Double(buses[1], tokenizer, frontend_id)
         await double.start()
-        frontend = double.frontend = Frontend(buses[0], config, tokenizer, LAYOUT)
+        frontend = double.frontend = Frontend(buses[0], config, tokenizer, layout)
         await frontend.start()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=BOUND_S)) as http:
             yield Cluster(frontend, double, buses[2], http, frontend.http_url, server_url)
