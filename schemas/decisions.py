@@ -90,6 +90,11 @@ class StartPrefill(Message, frozen=True):
     #: A similar prompt, whose KV stands in where it is to be had; None: all is computed.
     reference: Reference | None = None
 
+    @property
+    def exact_blocks(self) -> Blocks:
+        """Blocks of the prompt that were to be cached when the order was given; behind them a reference stands in."""
+        return max([self.local_blocks, *(fetch.first_block + fetch.blocks for fetch in self.fetches)])
+
 
 class StartStage(Message, frozen=True):
     """To a prefill worker: compute some layers of a prompt for `prefill_worker_id`, whose StartPrefill goes with it and

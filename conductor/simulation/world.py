@@ -401,6 +401,7 @@ class World:
                 tbt_slo_ns=arrival.tbt_slo_ns,
                 tenant=arrival.tenant,
                 priority=arrival.priority,
+                sketch=arrival.sketch,
             )
         )
 

@@ -35,18 +35,13 @@ class Prepared(Protocol):
         """Blocks that would be of use if they were."""
 
 
-def exact_blocks(order: StartPrefill) -> int:
-    """Blocks of the prompt that were to be cached when the order was given."""
-    return max([order.local_blocks, *(fetch.first_block + fetch.blocks for fetch in order.fetches)])
-
-
 def shared_keys(order: StartPrefill, reply: TakeReply) -> bytes:
     """Keys of the blocks that others may read. Behind what was cached when a reference was chosen there are none: KV
     that a similar prompt stood in for must not be found under the keys of this one.
     """
     if order.reference is None:
         return reply.block_keys
-    return reply.block_keys[: exact_blocks(order) * KEY_BYTES]
+    return reply.block_keys[: order.exact_blocks * KEY_BYTES]
 
 
 def prompt_to_compute(job: Prepared) -> ComputePrompt:
@@ -57,7 +52,7 @@ def prompt_to_compute(job: Prepared) -> ComputePrompt:
     reference = None
     if job.reference is not None and job.reply.sampling.prompt_logprobs < 0:
         # What was to be cached and is not has keys: it is computed whole.
-        exact = min(exact_blocks(order), job.usable_blocks)
+        exact = min(order.exact_blocks, job.usable_blocks)
         reference = job.reference.slots(max(begin, exact * block_tokens))
     cut = total if reference is None else reference.first_token
     starts = [*range(begin, cut, chunk_tokens), *range(cut, total, chunk_tokens)]
