@@ -67,6 +67,21 @@ def _nowhere(nodes: list[dict[str, Any]]) -> list[str]:
     return ["", f"decodes nothing new: {names} ({found[0]['no_attention']})"]
 
 
+def _cache(cache: dict[str, Any]) -> list[str]:
+    """Tokens that were found of prompts, and what stood in for them."""
+    cached = cache["cached_local_tokens"] + cache["cached_fetched_tokens"]
+    lines = [
+        f"cache: {cache['blocks']} blocks; of {cache['prompt_tokens']} prompt tokens {cached} were found "
+        f"({100 * cached / max(1, cache['prompt_tokens']):.1f} %), {cache['cached_fetched_tokens']} on other nodes"
+    ]
+    if requests := cache.get("similar_requests"):
+        lines.append(
+            f"similar prompts: KV of another stood in for {cache['similar_tokens']} tokens of {requests} requests; "
+            f"of these {cache['similar_computed_tokens']} tokens were computed, on the mean over layers"
+        )
+    return lines
+
+
 def describe(status: dict[str, Any]) -> str:
     """For people."""
     lines = [
@@ -125,11 +140,7 @@ def describe(status: dict[str, Any]) -> str:
             f"{rejected} rejected",
         ]
     if cache := status.get("cache"):
-        cached = cache["cached_local_tokens"] + cache["cached_fetched_tokens"]
-        lines.append(
-            f"cache: {cache['blocks']} blocks; of {cache['prompt_tokens']} prompt tokens {cached} were found "
-            f"({100 * cached / max(1, cache['prompt_tokens']):.1f} %), {cache['cached_fetched_tokens']} on other nodes"
-        )
+        lines += _cache(cache)
     conductors = ", ".join(
         f"{each['id']} at {each['seq']} ({each['digest'][:8]})" for each in status["conductors"]
     )

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.roles import MemberRole, WorkerRole
+from halfmoon.schemas.similar import Reference
 from halfmoon.schemas.types import BlockKeys, Blocks, Count, Id, Message, Ns, Part, Seq, Text, Tokens
 
 RejectReason = Literal[
@@ -86,6 +87,13 @@ class StartPrefill(Message, frozen=True):
     stages: list[LayerStage] = []
     #: With `stages`: tokens of the chunks that go from one to the next. 0: as the worker is set.
     chunk_tokens: Tokens = 0
+    #: A similar prompt, whose KV stands in where it is to be had; None: all is computed.
+    reference: Reference | None = None
+
+    @property
+    def exact_blocks(self) -> Blocks:
+        """Blocks of the prompt that were to be cached when the order was given; behind them a reference stands in."""
+        return max([self.local_blocks, *(fetch.first_block + fetch.blocks for fetch in self.fetches)])
 
 
 class StartStage(Message, frozen=True):

@@ -11,8 +11,10 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta
 
 from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.lending import PlaceWait
 from halfmoon.schemas.policy import Layout, Policy
 from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.similar import SimilarReuse, Sketch
 from halfmoon.schemas.types import (
     BlockKeys,
     Blocks,
@@ -121,17 +123,6 @@ class WorkerJoined(Message, frozen=True):
     #: of one token between two layers.
     stage_addresses: list[Text] = []
     activation_bytes: Bytes = 0
-
-
-class PlaceWait(Part, frozen=True):
-    """The wait of a step for another worker that holds parts of its sequences, and the measured time of such parts.
-
-    Median of the newest steps.
-    """
-
-    worker_id: Id
-    waited_ns: Ns
-    expected_ns: Annotated[int, Meta(ge=1, le=2**62)]
 
 
 class WorkerHeartbeat(Message, frozen=True):
@@ -316,6 +307,8 @@ class RequestArrived(Message, frozen=True):
     answer_lost: bool = False
     #: W3C, of the span that the frontend's request is; "": not traced. The core passes over it.
     traceparent: Text = ""
+    #: A sample of the prompt's runs of tokens, where KV of a similar prompt may stand in; b"": it may not.
+    sketch: Sketch = b""
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)
@@ -353,6 +346,8 @@ class PrefillFinished(Message, frozen=True):
     #: that this one waited for the stage before its own.
     stages: Count = 0
     stage_wait_ns: Ns = 0
+    #: KV of a similar prompt stood in for some of it; None: all is its own.
+    similar: SimilarReuse | None = None
 
 
 class StageFinished(Message, frozen=True):

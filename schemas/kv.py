@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import get_args
 
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.schemas.types import Blocks, Bytes, Count, Id, Message, Ns, Text, Tokens
 
 
@@ -70,6 +71,8 @@ class PrefillResult(Message, frozen=True):
     cached_tokens: Tokens
     #: Wall clock of the prefill worker when compute ended.
     finished_at_ns: Ns
+    #: KV of a similar prompt stood in for some of it: it is shared with nobody. None: all is the prompt's own.
+    similar: SimilarReuse | None = None
 
 
 KvMessage = TransferOpened | KvReady | KvLoaded | TransferFailed | PrefillResult

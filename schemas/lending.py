@@ -5,6 +5,10 @@ Only these few words go over NATS; queries and states go over a channel (`halfmo
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from halfmoon.schemas.types import (
     BlockKeys,
     Blocks,
@@ -12,11 +16,23 @@ from halfmoon.schemas.types import (
     Id,
     KvHeads,
     Message,
+    Ns,
     Part,
     Text,
     Tokens,
     check_whole_keys,
 )
+
+
+class PlaceWait(Part, frozen=True):
+    """The wait of a step for another worker that holds parts of its sequences, and the measured time of such parts.
+
+    Median of the newest steps.
+    """
+
+    worker_id: Id
+    waited_ns: Ns
+    expected_ns: Annotated[int, Meta(ge=1, le=2**62)]
 
 
 class KvPart(Part, frozen=True):

@@ -96,6 +96,11 @@ class RequestCounts(Part, frozen=True):
     moves_refused: Count = 0
     moved_tokens: Count = 0
     moved_bytes: Count = 0
+    #: Prompts for part of which KV of a similar one stood in, the tokens of those parts, and tokens computed of these
+    #: prompts, on the mean over layers.
+    similar_requests: Count = 0
+    similar_tokens: Count = 0
+    similar_computed_tokens: Count = 0
 
 
 class ConductorStatus(Message, frozen=True):

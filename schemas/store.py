@@ -34,6 +34,19 @@ Tenant = Annotated[str, Meta(max_length=128)]
 Mark = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?$(?!\n)")]
 
 
+_REFERENCE = "-reference"
+
+
+def reference_hold(order_id: str) -> str:
+    """The id under which an order's similar prompt is held, beside the prompt's own hold; it ends with the order."""
+    return order_id + _REFERENCE
+
+
+def order_of_hold(hold_id: str) -> str:
+    """The order that has a hold, be it of its prompt or of a similar one."""
+    return hold_id.removesuffix(_REFERENCE)
+
+
 class Done(Message, frozen=True):
     """The request was obeyed; there is no result."""
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.sampling import SampledToken, Sampling
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.schemas.types import (
     BLOCKS_MAX,
     PACKED_TOKENS_MAX,
@@ -83,6 +84,7 @@ class Timing(Part, frozen=True):
     cached_tokens: Tokens = 0
     prefill_worker: str = ""
     decode_worker: str = ""
+    similar: SimilarReuse | None = None
 
 
 class Delivery(Part, frozen=True):

@@ -67,6 +67,8 @@ class RequestView(Part, frozen=True, kw_only=True):
     prefill_id: str = ""
     decode_id: str = ""
     cached_tokens: Tokens = 0
+    #: KV of a similar prompt stood in for so many.
+    similar_tokens: Tokens = 0
     placements: Count = 0
     ttft_ns: Ns = 0
     tbt_ns: Ns = 0

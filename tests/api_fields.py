@@ -39,6 +39,10 @@ OTHERS: dict[str, tuple[list[Any], list[Any]]] = {
     "user": ([5, "u" * 513], ["me", None]),
     "tenant": ([5, "t" * 129], ["t", None]),
     "cache_salt": ([5, "s" * 257], ["s", None]),
+    "kv": (
+        [5, {"similar": 2}, {"documents": ["a"]}],
+        [{}, {"similar": False}, None],
+    ),
     "slo": (
         [5, {"ttft_ms": 0}, {"tbt_ms": -1}, {"ttft_ms": "1"}, {"tbt_ms": 1e10}],
         [{"ttft_ms": 1.5}, {}, None],

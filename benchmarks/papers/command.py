@@ -19,7 +19,7 @@ Written by `halfmoon experiments`; run again it gives the same bytes. The conduc
 over simulated workers, stores and links; Lamina, Infinite-LLM and SARATHI have no conductor there, and are models of
 their own, SARATHI's with the batch former of the workers.
 Sources: Mooncake, arXiv 2407.00079 v3 and FAST'25; Lamina, arXiv 2405.01814 v2; Infinite-LLM, arXiv 2401.02669 v2;
-SARATHI, arXiv 2308.16369; Sarathi-Serve, arXiv 2403.02310.
+SARATHI, arXiv 2308.16369; Sarathi-Serve, arXiv 2403.02310; SemShareKV, arXiv 2509.24832.
 Constants come from
 hardware profiles (at the end) and none was fitted to a result. TTFT and TBT as in the papers; a request's TBT is the
 mean of its longest 10 % of token intervals. A verdict in capitals is a disagreement.
@@ -52,6 +52,7 @@ NAMES = (
     "sarathi-pipeline",
     "elastic",
     "cpp",
+    "similar",
 )
 
 
@@ -65,6 +66,7 @@ def experiments() -> dict[str, Experiment]:
         corrections,
         lending,
         load,
+        similar,
         stages,
     )
     from benchmarks.papers.experiments import elastic as roles
@@ -95,6 +97,7 @@ def experiments() -> dict[str, Experiment]:
         "sarathi-pipeline": batching.sarathi_pipeline,
         "elastic": roles.elastic,
         "cpp": stages.cpp,
+        "similar": similar.similar,
     }
 
 

@@ -42,6 +42,9 @@ async def run(args: argparse.Namespace) -> int:
     options = options_of(FrontendOptions, args)
     tokenizer = Tokenizer.load(args.model)  # before the weights are hashed: it may be refused
     layout = models.layout_of(args)
+    if options.similar_tenants and layout.numerics == "exact":
+        message = "not with exact numerics, in which no answer depends on other prompts"
+        raise OptionInvalid(f"--similar-tenants: {message}")
     keys = {}
     if args.api_keys_file:
         try:

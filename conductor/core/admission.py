@@ -49,6 +49,7 @@ from halfmoon.conductor.core.placement.groups import in_group
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.placement.policies import choose_decode, choose_prefill, rules_of
 from halfmoon.conductor.core.placement.prices import Row, step_price
+from halfmoon.conductor.core.placement.similar import with_reference
 from halfmoon.conductor.core.placement.waits import RETRY_NS_MIN, wait_ns
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
@@ -102,6 +103,7 @@ def decide(costed: Costed) -> Placement | Refusal:
     prefill = choose_prefill(state, [c for c in costed.prefills if not c.full], draw)
     assert prefill is not None, costed
     prefill = in_group(state, prefill, costed.request.prompt_tokens, now_ns)
+    prefill = with_reference(state, costed.request, prefill, now_ns)
     open_decodes = [c for c in costed.decodes if not c.full]
     roomy = [c for c in open_decodes if c.room]
     end_ns = now_ns + prefill.ttft_ns

@@ -76,6 +76,7 @@ def give_order(state: State, request: Request, placement: Placement, out: StepOu
             fetch_sharing=prefill.fetch_sharing,
             fetch_ssd=prefill.from_ssd,
             stages=prefill.stages,
+            similar=prefill.reference is not None,
         ),
         decode=DecodeHalf(
             lasts_ns=placement.decode_ns,
@@ -125,6 +126,7 @@ def _give(state: State, request: Request, order: Order, prefill: Candidate, out:
             predicted=order.predicted,
             stages=order.prefill.stages,
             chunk_tokens=prefill.chunk_tokens,
+            reference=prefill.reference,
         )
     )
     give_stages(order, event.prompt_tokens, out)

@@ -101,8 +101,9 @@ def prefill_seen(state: State, order: Order, event: PrefillFinished | None) -> i
     if worker is None or worker.prompts is None or not corrected(state, worker):
         return EXACT_PERMILLE
     permille = worker.prompts.permille.get(worker.prompts.head_neighbours, EXACT_PERMILLE)
-    # The time of several stages together teaches nothing of one worker.
-    if order.phase == "prefill" and not order.prefill.fetch_node_id and not order.prefill.stages:
+    # The time of several stages together, or of a prompt with a reference, teaches nothing of one that is computed.
+    half = order.prefill
+    if order.phase == "prefill" and not (half.fetch_node_id or half.stages or half.similar):
         _keep_prefill(state, worker.prompts, order, event)
     return permille
 
@@ -234,8 +235,9 @@ def _price_queue(state: State, worker: WorkerRecord) -> None:
     permille = duty.permille.get(duty.head_neighbours, EXACT_PERMILLE)
     for order_id in duty.orders:
         half = state.orders[order_id].prefill
-        # A prompt placed before there were corrections, or computed by several workers, stays as it was priced.
-        if half.prompt_tokens and not half.stages:
+        # A prompt placed before there were corrections, computed by several workers, or with a reference stays as it
+        # was priced.
+        if half.prompt_tokens and not half.stages and not half.similar:
             compute_ns = fitted.prefill_ns(half.prompt_tokens, half.cached_tokens)
             reserved_ns = compute_ns * permille // EXACT_PERMILLE + half.beside_ns
             duty.reserved_ns += reserved_ns - half.reserved_ns

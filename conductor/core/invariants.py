@@ -9,6 +9,8 @@ from halfmoon.conductor.core import moves
 from halfmoon.conductor.core.loans import held_for
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
 from halfmoon.conductor.core.state.records import BatchDuty, Order, PromptDuty, WorkerRecord
+from halfmoon.conductor.core.state.similar_index import PROMPTS_MAX
+from halfmoon.schemas.keys import split_keys
 
 
 def check(state: State) -> None:
@@ -19,6 +21,7 @@ def check(state: State) -> None:
     _check_load(state)
     _check_members(state)
     state.index.check()
+    _check_similar(state)
     assert state.index.node_ids == sorted(state.stores), (
         "I38 index",
         state.index.node_ids,
@@ -122,6 +125,14 @@ def _check_requests(state: State) -> None:
     for request_id in state.parked:
         assert request_id in state.requests, ("I16 parked and gone", request_id)
     assert len(state.finished) <= FINISHED_MAX, ("I17 too many remembered", len(state.finished))
+
+
+def _check_similar(state: State) -> None:
+    prompts = state.similar.prompts
+    assert len(prompts) <= PROMPTS_MAX, ("I115 too many known", len(prompts))
+    for name, prompt in prompts.items():
+        keys = split_keys(prompt.block_keys)
+        assert name == keys[-1].hex(), ("I116 another name", name, keys[-1].hex())
 
 
 def _check_load(state: State) -> None:

@@ -328,6 +328,7 @@ def _prefill_finished(state: State, event: PrefillFinished) -> None:
     # In an older log only the request has the prompt's length; placed once more, it has tokens of its answer on top.
     known = event.prompt_tokens or (request.event.prompt_tokens if request.placements == 1 else 0)
     learn_prefill(state, event, known, of_request=request.event.prompt_tokens, permille=permille)
+    _know_prompt(state, order)
     if event.fetch_node_id and event.fetch_node_id in state.stores:
         links = state.ssd_links if order.prefill.fetch_ssd else state.links
         sharing = order.prefill.fetch_sharing if order.prefill.fetch_node_id == event.fetch_node_id else 1
@@ -352,6 +353,13 @@ def _prefill_finished(state: State, event: PrefillFinished) -> None:
             event.push_ns,
             1,
         )
+
+
+def _know_prompt(state: State, order: Order) -> None:
+    """The order's prompt was computed whole: its KV may stand in for others."""
+    event = state.requests[order.request_id].event
+    if event.sketch and not order.prefill.similar:
+        state.similar.add(event)
 
 
 def _learn_link(
@@ -392,6 +400,7 @@ def _request_finished(state: State, event: RequestFinished, out: StepOutput) -> 
     if order is None:
         return
     prefill_seen(state, order, None)
+    _know_prompt(state, order)
     answer_seen(state, order, event)
     booking.free_prefill(state, order)
     booking.free_decode(state, order)

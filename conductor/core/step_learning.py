@@ -76,11 +76,15 @@ def learn_prefill(
         counters.prompt_tokens += of_request
         counters.cached_local_tokens += event.cached_local_tokens
         counters.cached_fetched_tokens += event.cached_fetched_tokens
+        if (reuse := event.similar) is not None:
+            counters.similar_requests += 1
+            counters.similar_tokens += reuse.tokens
+            counters.similar_computed_tokens += reuse.computed_tokens
     worker = state.workers.get(event.worker_id)
-    # The time of several stages together teaches nothing of one worker.
+    # The time of several stages together, or of a prompt with a reference, teaches nothing of one that is computed.
     if worker is None or worker.prompts is None or not worker.learning.enabled:
         return
-    if cached < prompt_tokens and event.stages < 2:
+    if cached < prompt_tokens and event.stages < 2 and event.similar is None:
         seen_ns = event.compute_ns * EXACT_PERMILLE // permille
         fit = worker.prompts.fit
         set_fitted(state, worker, refit_prefill(fit, fitted_cost(worker), prompt_tokens, cached, seen_ns))

@@ -179,6 +179,13 @@ class ConductorMetrics(Collector):
         yield counter("halfmoon_cluster_kv_moved_bytes", "Of their KV.", (), {(): counts.moved_bytes})
         yield counter("halfmoon_cluster_prompt_tokens", "Tokens of prompts.", (), {(): counts.prompt_tokens})
         cached = {("local",): counts.cached_local_tokens, ("fetched",): counts.cached_fetched_tokens}
+        similar = (
+            ("requests", "Prompts for part of which KV of a similar one stood in.", counts.similar_requests),
+            ("tokens", "Tokens of those parts.", counts.similar_tokens),
+            ("computed_tokens", "Computed of these prompts, over layers.", counts.similar_computed_tokens),
+        )
+        for name, text, value in similar:
+            yield counter(f"halfmoon_cluster_similar_{name}", text, (), {(): value})
         yield counter("halfmoon_cluster_cached_tokens", "Of these, not computed.", ("source",), cached)
 
 

@@ -14,6 +14,8 @@ from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.schemas.decisions import Fetch
 from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.roles import ROLES, WorkerRole
+from halfmoon.schemas.similar import Reference
+from halfmoon.schemas.types import KEY_BYTES
 
 PREFILL_HEADS = (
     "",
@@ -106,6 +108,8 @@ def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
     found += [reason] if (reason := way_reason(why)) else []
     if isinstance(why.verdict, Placement) and why.verdict.prefill.group_ns:
         found.append(group_line(why.verdict.prefill))
+    if isinstance(why.verdict, Placement) and why.verdict.prefill.reference is not None:
+        found.append(reference_line(why.verdict.prefill.reference, attempt))
     pairs: dict[tuple[str, str], list[str]] = {}
     for name, pair in why.rivals.items():
         pairs.setdefault(pair, []).append(name)
@@ -152,6 +156,21 @@ def group_line(c: Candidate) -> str:
         f"{one.worker_id} layers {one.first_layer} to {one.first_layer + one.layers - 1}" for one in c.stages
     )
     return f"computed together, in chunks of {c.chunk_tokens} tokens: {parts}; prefill {times}"
+
+
+def reference_line(reference: Reference, attempt: PlacementAttempt | None) -> str:
+    """The similar prompt that stands in, and what came of it, in words."""
+    blocks = len(reference.block_keys) // KEY_BYTES
+    line = (
+        f"KV of a similar prompt stands in: {blocks} {'blocks' if blocks > 1 else 'block'} at {reference.node_id}, "
+        f"{reference.resemblance} % of its runs of tokens in common"
+    )
+    if attempt is None or attempt.prefilled is None:
+        return line
+    reuse = attempt.prefilled.similar
+    if reuse is None:
+        return f"{line}; it was not used: the prompt was computed whole"
+    return f"{line}; for {reuse.tokens} tokens, {reuse.computed_tokens} computed on the mean over layers"
 
 
 def is_mixed(verdict: Placement | Refusal | None) -> bool:

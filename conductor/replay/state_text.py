@@ -322,4 +322,9 @@ def _counters(state: State) -> str:
         f"{counters.cached_fetched_tokens} on another; {state.index.blocks} blocks in the index; "
         f"{counters.moves} moves of KV while decoding ({counters.moved_tokens} tokens), "
         f"{counters.moves_refused} refused"
+        + (
+            f"; KV of a similar prompt stood in for {counters.similar_tokens} tokens of {counters.similar_requests}"
+            if counters.similar_requests
+            else ""
+        )
     )

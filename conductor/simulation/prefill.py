@@ -18,6 +18,7 @@ from halfmoon.conductor.simulation.stages import stage_times
 from halfmoon.schemas.decisions import StartPrefill, StartStage
 from halfmoon.schemas.events import PrefillFinished, StageFinished, WorkerHeartbeat
 from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.schemas.similar import SimilarReuse, expected_reuse
 
 
 class SimulatedJob:
@@ -127,7 +128,10 @@ class SimulatedPrefill:
         self._next()
 
     def start(self, order: StartPrefill) -> None:
-        job = SimulatedJob(order, self.context.keys(order.request_id), self.context.clock.now_ns)
+        keys = self.context.keys(order.request_id)
+        if order.reference is not None:
+            keys = keys[: order.exact_blocks]  # what a similar prompt stood in for is shared with nobody
+        job = SimulatedJob(order, keys, self.context.clock.now_ns)
         self.jobs[order.order_id] = job
         self.queue.append(job)
         self._prepare_some()
@@ -215,6 +219,8 @@ class SimulatedPrefill:
         times = context.clock.jitter()
         if order.stages:
             job.compute_ns = self._compute_together(job, used, times)
+        elif order.reference is not None:
+            job.compute_ns = int(order.predicted.prefill_ns * times)
         else:
             job.compute_ns = int(context.profile.cost.prefill_ns(order.prompt_tokens, used) * times)
         # Cached blocks are loaded from the pool, layer by layer, while layers are computed.
@@ -320,6 +326,7 @@ class SimulatedPrefill:
                 pushed_bytes=job.push_missing,
                 prompt_tokens=order.prompt_tokens,
                 stages=len(order.stages),
+                similar=_reuse(order, (job.local + job.fetched) * context.block_tokens),
             )
         )
         self._decode_workers[order.decode_worker_id].kv_there(order.order_id)
@@ -330,3 +337,10 @@ class SimulatedPrefill:
             job.fetch_from.pool.release(job.fetch_held)
         self.context.nodes[job.order.decode_node_id].pool.release(job.target_held)
         job.held, job.fetch_held, job.target_held = [], [], []
+
+
+def _reuse(order: StartPrefill, cached: int) -> SimilarReuse | None:
+    """As much as the sketches promise."""
+    if order.reference is None:
+        return None
+    return expected_reuse(order.prompt_tokens - cached, order.reference.resemblance)

@@ -51,6 +51,8 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     block_keys: bytes = b""
     priority: int = 0
     tenant: str = ""
+    #: Where KV of a similar prompt may stand in (`halfmoon.schemas.similar`).
+    sketch: bytes = b""
     #: 0: by the policy.
     ttft_slo_ns: int = 0
     tbt_slo_ns: int = 0

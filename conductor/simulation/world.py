@@ -402,6 +402,7 @@ class World:
                 tbt_slo_ns=arrival.tbt_slo_ns,
                 tenant=arrival.tenant,
                 priority=arrival.priority,
+                sketch=arrival.sketch,
             )
         )
 

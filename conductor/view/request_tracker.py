@@ -154,6 +154,7 @@ def request_view(history: RequestHistory, state: State, decoding: dict[str, bool
         prefill_id=last.order.worker_id if last is not None else "",
         decode_id=last.order.decode_worker_id if last is not None else "",
         cached_tokens=then.cached_local_tokens + then.cached_fetched_tokens if then is not None else 0,
+        similar_tokens=then.similar.tokens if then is not None and then.similar is not None else 0,
         placements=len(history.attempts),
         ttft_ns=done.ttft_ns if done is not None else 0,
         tbt_ns=done.tbt_ns if done is not None else 0,

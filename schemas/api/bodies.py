@@ -93,6 +93,14 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     whitespace_pattern: str | None = None
 
 
+class KvUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How KV of other prompts may be used. `similar`: where that is faster, KV of a prompt of the same tenant that is
+    alike but not equal stands in for some of this one's; the answer is then near, not equal, to what it would be.
+    """
+
+    similar: bool | None = None
+
+
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """Drawing of tokens, and the end of an answer."""
 
@@ -168,6 +176,7 @@ class GeneratingFields(RefusedFields, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     slo: Slo | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    kv: KvUse | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     add_special_tokens: bool | None = None
 

@@ -9,7 +9,16 @@ from typing import Annotated, Any, Literal, assert_never
 import msgspec
 from msgspec import Meta
 
-from halfmoon.schemas.api.bodies import ChatBody, ChatMessage, Name, ResponseFormat, Slo, StopText, TokenCount
+from halfmoon.schemas.api.bodies import (
+    ChatBody,
+    ChatMessage,
+    KvUse,
+    Name,
+    ResponseFormat,
+    Slo,
+    StopText,
+    TokenCount,
+)
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, read_chat
 from halfmoon.schemas.api.tool_bodies import NamedChoice, Tool, ToolCall
@@ -115,6 +124,7 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    kv: KvUse | None = None
     tenant: Annotated[str, Meta(max_length=128)] | None = None
     slo: Slo | None = None
     # Refused where they ask for something.
@@ -139,6 +149,7 @@ def parse_messages(payload: bytes) -> ApiRequest:
             top_k=body.top_k,
             top_p=body.top_p,
             cache_salt=body.cache_salt,
+            kv=body.kv,
             tenant=body.tenant,
             slo=body.slo,
         )

@@ -90,6 +90,8 @@ class ApiRequest:
     tbt_slo_ns: int
     tenant: str
     cache_salt: str
+    #: KV of a similar prompt may stand in for some of this one's; None: as the frontend has it for the tenant.
+    similar: bool | None = None
     priority: int
     request_id: str
 
@@ -331,6 +333,7 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
         tbt_slo_ns=round((slo.tbt_ms or 0) * MS_NS) if slo else 0,
         tenant=body.tenant or "",
         cache_salt=_cache_salt(body, sampling),
+        similar=body.kv.similar if body.kv else None,
         # As vLLM has it, a smaller number is earlier; within the cluster a larger one is.
         priority=-min(max(body.priority or 0, -PRIORITY_MAX), PRIORITY_MAX),
         request_id=body.request_id or "",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from halfmoon.schemas.api.bodies import ChatBody, ChatMessage, Name, ResponseFormat, Slo, TokenCount
+from halfmoon.schemas.api.bodies import ChatBody, ChatMessage, KvUse, Name, ResponseFormat, Slo, TokenCount
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, read_chat
 from halfmoon.schemas.api.tool_bodies import FunctionName, NamedChoice, Tool, ToolCall
@@ -100,6 +100,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     user: Annotated[str, Meta(max_length=512)] | None = None
     priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    kv: KvUse | None = None
     tenant: Annotated[str, Meta(max_length=128)] | None = None
     slo: Slo | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -157,6 +158,7 @@ def read_responses(body: ResponsesBody) -> ApiRequest:
             parallel_tool_calls=body.parallel_tool_calls,
             priority=body.priority,
             cache_salt=body.cache_salt,
+            kv=body.kv,
             tenant=body.tenant,
             slo=body.slo,
             # By `truncation` a prompt that does not fit is cut at its begin.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from halfmoon.schemas.store import reference_hold
 from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.pool.guard import WORKER
 from halfmoon.store.pool.slots import Owner
@@ -17,9 +18,10 @@ async def release(context: AgentContext, owner: Owner) -> None:
 
 async def release_order(context: AgentContext, order_id: str) -> None:
     """By the conductor: the order's workers may be dead, or may still write until their deadline."""
-    for owner in {*context.guard.owners(order_id), *context.orders.owners(order_id)}:
-        await context.orders.end(owner, "released by the conductor")
-    context.guard.release_order(order_id)
+    for hold_id in (order_id, reference_hold(order_id)):
+        for owner in {*context.guard.owners(hold_id), *context.orders.owners(hold_id)}:
+            await context.orders.end(owner, "released by the conductor")
+        context.guard.release_order(hold_id)
 
 
 async def sweep(context: AgentContext) -> None:

@@ -26,6 +26,7 @@ from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.decode.state import DecodeState
 from tests.chaos.holders import Holder
 from tests.chaos.remote_caches import Lost, RemoteCaches
+from tests.chaos.similar import own_mark
 from tests.chaos.stores import Memory
 from tests.chaos.texts import BLOCK_TOKENS, END, LAYERS
 from tests.chaos.workers import ASK_NS
@@ -197,7 +198,7 @@ class DecodeWorker(Holder):
     def copy(self, action: decode_actions.CopyLayers) -> None:
         assert self.view is not None
         for layer, slot, block in action.copies:
-            self.cache[block][layer] = self.view[slot][layer]
+            self.cache[block][layer] = own_mark(self.view[slot][layer])
         self.hear(decode_events.LayersCopied, copy_id=action.copy_id)
 
     def end_lease(self, action: decode_actions.Release) -> None:
@@ -220,7 +221,10 @@ class DecodeWorker(Holder):
 
     def share(self, action: decode_actions.ShareOutput) -> None:
         """Generated blocks join the pool under keys of their own."""
-        text = self.world.text(self.state.orders.sharing[action.order_id].order.request_id)
+        sequence = self.state.orders.sharing[action.order_id]
+        stood_in = sequence.result is not None and sequence.result.similar is not None
+        assert not stood_in, ("I118 shares what was computed behind a similar prompt's KV", sequence)
+        text = self.world.text(sequence.order.request_id)
         order_id, owner = f"{action.order_id}-out", Owner(f"{action.order_id}-out", self.process_id)
         shared = range(action.known_blocks, len(action.tokens) // BLOCK_TOKENS)
         keys = [text.mark(block) for block in shared]

@@ -16,6 +16,7 @@ from halfmoon.schemas.decisions import (
 from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.store import order_of_hold, reference_hold
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.store.errors import StoreError, StoreFull
 from halfmoon.store.pool.slots import Owner
@@ -25,6 +26,7 @@ from halfmoon.workers.prefill import actions as prefill_actions
 from halfmoon.workers.prefill import events as prefill_events
 from halfmoon.workers.prefill.cache_window import CacheWindow
 from halfmoon.workers.prefill.state import PrefillState
+from tests.chaos.similar import StandIn, fetch_reference, reserve_reference
 from tests.chaos.stages import StageCaller, StageChannel, StageRun
 from tests.chaos.stores import Fetching, Memory
 from tests.chaos.texts import BLOCK_TOKENS, LAYERS, Text
@@ -52,6 +54,8 @@ class PrefillWorker(Worker):
         #: Channels of those whose prompts this worker is to compute a part of, by order.
         self.came: dict[str, StageChannel] = {}
         self.pushes: dict[str, int] = {}
+        #: Keys of the similar prompts of open orders.
+        self.referring: dict[str, list[bytes]] = {}
 
     def facts(self, eos_ids: frozenset[int] = frozenset()) -> machines.WorkerFacts:
         return machines.WorkerFacts(
@@ -109,7 +113,9 @@ class PrefillWorker(Worker):
         self.later(delay_ns, lambda: self.hear(kind, **fields))
 
     def hear_loaded(self, order_id: str, layer: int) -> None:
-        self.hear(prefill_events.LayersFetched, order_id=order_id, layer=layer)
+        order = order_of_hold(order_id)
+        kind = prefill_events.LayersFetched if order == order_id else prefill_events.ReferenceLayers
+        self.hear(kind, order_id=order, layer=layer)
 
     def text(self, order_id: str) -> Text:
         assert order_id in self.state.jobs, ("I103 works for an ended order", order_id)
@@ -133,6 +139,10 @@ class PrefillWorker(Worker):
                 self.soon(action.pause_ns, prefill_events.PauseEnded, order_id=action.order_id)
             case act.StartFetch():
                 self.fetch(action)
+            case act.ReserveReference():
+                reserve_reference(self, action)
+            case act.FetchReference():
+                fetch_reference(self, action)
             case act.StartPush():
                 self.open_push(action)
             case act.ComputePrompt():
@@ -142,7 +152,13 @@ class PrefillWorker(Worker):
             case act.DropStage():
                 if (came := self.came.pop(action.order_id, None)) is not None:
                     came.close()
-            case act.LoadLayers() | act.FailLoads() | act.StopComputing():
+            case (
+                act.LoadLayers()
+                | act.FailLoads()
+                | act.LoadReference()
+                | act.FailReference()
+                | act.StopComputing()
+            ):
                 assert self.computation is not None, action
                 assert self.computation.order_id == action.order_id, (self.computation.order_id, action)
                 self.computation.steer(action)
@@ -161,6 +177,8 @@ class PrefillWorker(Worker):
                 self.pushes.pop(action.order_id, None)
                 if not self.world.null:
                     self.release(action.order_id)
+                if self.referring.pop(action.order_id, None) is not None:
+                    self.release(reference_hold(action.order_id))
             case act.Announce():
                 self.announce()
             case act.BeginSpan():
@@ -303,16 +321,28 @@ class Computation:
         #: Who has the first layers; the others are computed here.
         self.caller = StageCaller(self) if action.stages else None
         self.first_layer = action.stages[-1].first_layer if action.stages else 0
+        self.stand_in: StandIn | None = None
+        if (reference := action.reference) is not None:
+            starts = [chunk.start for chunk in action.chunks]
+            self.stand_in = StandIn(self, reference, starts.index(reference.first_token))
         self._next(self._load_layer, self.first_layer)
 
     def steer(
-        self, action: prefill_actions.LoadLayers | prefill_actions.FailLoads | prefill_actions.StopComputing
+        self,
+        action: prefill_actions.LoadLayers
+        | prefill_actions.FailLoads
+        | prefill_actions.LoadReference
+        | prefill_actions.FailReference
+        | prefill_actions.StopComputing,
     ) -> None:
         match action:
             case prefill_actions.LoadLayers():
                 self.fetched_layer = max(self.fetched_layer, action.layer)
             case prefill_actions.FailLoads():
                 self.failure = action.reason
+            case prefill_actions.LoadReference() | prefill_actions.FailReference():
+                if self.stand_in is not None:
+                    self.stand_in.steer(action)
             case prefill_actions.StopComputing():
                 self.stopped = True
             case _:
@@ -345,7 +375,7 @@ class Computation:
         elif self._lost():
             pass
         elif layer == LAYERS or not self.action.prefix_blocks:
-            self._compute_chunk(0)
+            self.compute_chunk(0)
         elif self.failure or self.worker.net.now_ns - self.began_ns > LAYER_NS_MAX:
             self._end(prefill_events.LoadFailed, reason=self.failure or "nothing came")
         elif layer > self.fetched_layer:
@@ -399,7 +429,8 @@ class Computation:
         if block not in self.action.present:
             self.memory[self.action.slots[block]][layer] = mark
 
-    def _compute_chunk(self, number: int) -> None:
+    def compute_chunk(self, number: int, *, whole: bool = False) -> None:
+        """`whole`: nothing stands in for it."""
         chunks = self.action.chunks
         if self.stopped:
             self._end(prefill_events.ComputingStopped)
@@ -411,11 +442,14 @@ class Computation:
             else:
                 self._end(prefill_events.PromptComputed, finished_at_ns=self.worker.net.now_ns)
             return
+        if self.stand_in is not None and self.stand_in.number == number and not whole:
+            self.stand_in.step(0)
+            return
         if self.caller is not None:
             if self._lost():
                 return
             if self.caller.rows <= number:
-                self._next(self._compute_chunk, number)
+                self._next(self.compute_chunk, number)
                 return
         chunk = chunks[number]
         first, end = chunk.start // BLOCK_TOKENS, -(-chunk.stop // BLOCK_TOKENS)
@@ -428,6 +462,6 @@ class Computation:
             self.tell(prefill_events.ChunkStored, first_block=first, blocks=end - first)
         # Small chunks take no time of their own: three at a time.
         if number % 3 == 2 or number + 1 == len(chunks):
-            self._next(self._compute_chunk, number + 1)
+            self._next(self.compute_chunk, number + 1)
         else:
-            self._compute_chunk(number + 1)
+            self.compute_chunk(number + 1)

@@ -24,6 +24,7 @@ Feature = Literal[
     "mixed",
     "stages",
     "slow holders",
+    "similar",
 ]
 RESTS_ON: dict[Feature, Feature] = {
     "outgrown caches": "exact",
@@ -45,6 +46,10 @@ APART: list[tuple[Feature, Feature]] = [
     ("attention", "stages"),
     ("roles", "mixed"),
     ("mixed", "stages"),
+    ("null", "similar"),
+    ("exact", "similar"),
+    ("mixed", "similar"),
+    ("stages", "similar"),
 ]
 
 

@@ -39,6 +39,7 @@ from tests.chaos.network import Network
 from tests.chaos.order_checks import check_orders
 from tests.chaos.planner_deaths import PlannerDeaths
 from tests.chaos.prefill_workers import PrefillWorker
+from tests.chaos.similar import SimilarPrompts
 from tests.chaos.slow_holders import SlowHolders
 from tests.chaos.stages import StageGroups
 from tests.chaos.stores import StoreAgent
@@ -137,6 +138,7 @@ class World:
         self.stages = StageGroups(self, seed)
         if self.stages.on:
             self.arrival_ns = 1 * S  # a group is of idle ones
+        self.similar = SimilarPrompts(self, seed)
         self.slow_holders = SlowHolders(self, seed)
         self.planner_deaths = PlannerDeaths(self, seed)
         self.profile = self.slow_holders.measured(CostProfile() if draw.random() < 0.2 else SLOW_PREFILL)
@@ -248,7 +250,7 @@ class World:
             }
             # Drawn apart: some moves are given up before their owner answers, and it does later.
             added["move_answer_ns"] = self.answer_draw.choice([0, 200 * MS, 2 * S])
-        added |= self.slow_holders.policy() | self.stages.policy()
+        added |= self.slow_holders.policy() | self.stages.policy() | self.similar.policy()
         if self.attention:
             added["admission"] = self.attention_draw.choice(["none", "none", "predicted"])
         if self.mixed:
@@ -345,6 +347,7 @@ class World:
             check_ledger(conductor.core.state)
             self.slow_holders.check(conductor.core.state, stamped, decisions)
         self.stages.check(conductor.core.state, decisions)
+        self.similar.check(conductor.core.state, decisions)
         self.net.counts["decisions"] += len(decisions)
         check_orders(conductor.core.state, stamped, decisions)
 
@@ -391,6 +394,7 @@ class World:
             if self.slow_holders.wished:
                 max_tokens, end_at = 40, 15
             tokens = self.stages.prompt_tokens(self.slow_holders.prompt_tokens(tokens))
+            tokens = self.similar.prompt_tokens(tokens)
             arrived = RequestArrived(
                 request_id=f"r{number}",
                 frontend_id=frontend.process_id,
@@ -400,6 +404,7 @@ class World:
                 ttft_slo_ns=draw.choice([0, 0, 500 * MS]),
                 priority=draw.choice([0, 0, -1_000, 1_000]),
             )
+            arrived = self.similar.told(arrived)
             self.texts[arrived.request_id] = text = Text(arrived, number, draw.randrange(25) + end_at)
             frontend.accept(text)
             if draw.random() < 0.1:

@@ -27,6 +27,7 @@ from halfmoon.conductor.core.state import block_index
 from halfmoon.conductor.core.state.block_index import BlockIndex
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
 from halfmoon.conductor.core.state.records import Order, PendingMove
+from halfmoon.conductor.core.state.similar_index import PROMPTS_MAX, KnownPrompt
 from halfmoon.schemas.events import FrontendJoined
 from halfmoon.schemas.lending import KvPart
 
@@ -305,6 +306,16 @@ def two_bits(state: State) -> None:
     state.index._bits["n-p0"] = state.index._bits["n-d0"]
 
 
+def too_many_known(state: State) -> None:
+    for seed in range(PROMPTS_MAX + 1):
+        block = keys(1, seed)
+        state.similar.prompts[block.hex()] = KnownPrompt("", b"", block)
+
+
+def known_by_another_name(state: State) -> None:
+    state.similar.prompts[keys(1, 1).hex()] = KnownPrompt("", b"", keys(1, 2))
+
+
 class Planted(NamedTuple):
     """`change` makes of the state of `script` one that the invariant of this number refuses."""
 
@@ -362,6 +373,8 @@ PLANTED = [
     Planted("I39", cached, nobodys_block),
     Planted("I40", cached, block_of_no_node),
     Planted("I41", cached, two_bits),
+    Planted("I115", cached, too_many_known),
+    Planted("I116", cached, known_by_another_name),
 ]
 
 

@@ -19,7 +19,8 @@ from halfmoon.conductor.replay.explain import remarks
 from halfmoon.conductor.view.status import node_statuses
 from halfmoon.schemas.codec import decode as decode_message
 from halfmoon.schemas.codec import encode
-from halfmoon.schemas.events import PlaceWait, WorkerHeartbeat
+from halfmoon.schemas.events import WorkerHeartbeat
+from halfmoon.schemas.lending import PlaceWait
 from halfmoon.schemas.policy import Policy
 
 #: Ten times what was measured, for 30 seconds.

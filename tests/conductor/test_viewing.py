@@ -39,6 +39,7 @@ from halfmoon.schemas.events import (
     WorkerLeft,
 )
 from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.schemas.view import ClusterView, Explained, ExplainRequest, ViewRequest
 from halfmoon.workers.frontend.intake import new_request_id
 from tests.eventually import BOUND_S, eventually
@@ -182,6 +183,28 @@ def test_what_finished_is_held_against_the_slo_and_hits_are_told_by_source() -> 
     later = cluster.view()
     assert (later.recent.finished, later.ttft.finished, later.links) == (0, 0, [])
     assert later.counts.finished == 2
+
+
+def test_what_stood_in_of_a_similar_prompt_is_told() -> None:
+    cluster = Watched()
+    order_id = cluster.arrive("r1")
+    cluster.view()
+    reuse = SimilarReuse(tokens=800, computed_tokens=300, resemblance=70)
+    cluster.see(
+        PrefillFinished(
+            order_id=order_id,
+            request_id="r1",
+            worker_id=cluster.core.state.orders[order_id].prefill_id,
+            queue_ns=0,
+            transfer_ns=0,
+            compute_ns=MS,
+            prompt_tokens=1_000,
+            similar=reuse,
+        )
+    )
+    view = cluster.view()
+    assert [request.similar_tokens for request in view.requests] == [800]
+    assert (view.recent.similar_requests, view.recent.similar_tokens) == (1, 800)
 
 
 def test_rejections_come_with_reason_and_prediction_and_losses_with_words() -> None:

@@ -331,7 +331,9 @@ def inboxes_of_a_client(bus: Bus, prefix: bytes = b"_INBOX") -> None:
 
 
 @contextlib.asynccontextmanager
-async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> AsyncIterator[Cluster]:
+async def cluster(
+    server_url: str, tokenizer: Tokenizer, *, layout: Layout = LAYOUT, **options: Any
+) -> AsyncIterator[Cluster]:
     """Checks what must be so at the end of any scenario."""
     frontend_id = f"f{next(_numbers)}"
     settings: dict[str, Any] = {
@@ -348,7 +350,7 @@ async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> Asyn
     try:
         double = Double(buses[1], tokenizer, frontend_id)
         await double.start()
-        frontend = double.frontend = Frontend(buses[0], config, tokenizer, LAYOUT)
+        frontend = double.frontend = Frontend(buses[0], config, tokenizer, layout)
         await frontend.start()
         loop = asyncio.get_running_loop()
         connector = loop.connector() if isinstance(loop, InProcessLoop) else None

@@ -24,6 +24,7 @@ from halfmoon.schemas.events import DecodeFailed, DecodeRefused, DecodeStarted, 
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import TransferFailed
 from halfmoon.schemas.sampling import SampledToken, Sampling
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.schemas.tokens import Delivery, ResendReply, ResendRequest, Timing, TokensSampled
 from halfmoon.workers import machines
 from halfmoon.workers.decode import deliveries, events
@@ -637,6 +638,21 @@ def test_generated_blocks_are_not_shared_where_the_prompts_may_have_been_overwri
     assert not [a for a in actions if isinstance(a, ShareOutput)]
     assert script.state.kv_blocks_used == 0
     script.on(events.LeaseConfirmed, order_id="1-1", held=True)  # too late
+
+
+def test_generated_blocks_are_not_shared_behind_a_similar_prompts_kv() -> None:
+    script = Script(layout=msgspec.structs.replace(LAYOUT, numerics="fast"))
+    assert Release("1-1", confirm=True) in loaded(
+        script, 1, prompt=6, max_tokens=4, root_key=b"r" * 16, block_keys=b"k" * 16
+    )
+    sequence = script.sequence()
+    reuse = SimilarReuse(tokens=6, computed_tokens=2, resemblance=90)
+    sequence.result = msgspec.structs.replace(sequence.result, similar=reuse)
+    script.on(events.LeaseConfirmed, order_id="1-1", held=True)
+    script.on(events.EngineIdled)
+    for token in (101, 102, 103):
+        actions = step(script, token)
+    assert not [a for a in actions if isinstance(a, ShareOutput)]
 
 
 def test_in_exact_numerics_generated_blocks_are_not_shared() -> None:

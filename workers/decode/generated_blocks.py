@@ -14,11 +14,13 @@ def shares_generated(sequence: DecodeSequence, layout: Layout) -> bool:
     Only in fast numerics: in exact ones generated KV differs in bits from a prefill of the same tokens. And only where
     the order's slots were its own until the prompt's KV had been copied: a process that stood still may have copied
     bytes that others wrote there meanwhile. Its client has another worker's answer then, but KV computed from those
-    bytes would stay in the pool under the keys of this prompt.
+    bytes would stay in the pool under the keys of this prompt. Nor behind a prompt for part of which KV of a similar
+    one stood in.
     """
     return bool(
         layout.numerics == "fast"
         and sequence.lease_held
+        and (sequence.result is None or sequence.result.similar is None)
         and layout.block_bytes
         and sequence.root_key
         and sequence.table

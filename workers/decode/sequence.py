@@ -203,6 +203,7 @@ class DecodeSequence:
             cached_tokens=result.cached_tokens,
             prefill_worker=self.order.prefill_worker_id,
             decode_worker=decode_worker,
+            similar=result.similar,
         )
 
     def delivery(self, first: int, decode_worker: str, *, count: int | None = None) -> Delivery:

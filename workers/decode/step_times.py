@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.events import PlaceWait
+from halfmoon.schemas.lending import PlaceWait
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.decode.sequence import DecodeSequence
 

@@ -150,6 +150,9 @@ class ClusterStatus:
             "prompt_tokens": counts.prompt_tokens,
             "cached_local_tokens": counts.cached_local_tokens,
             "cached_fetched_tokens": counts.cached_fetched_tokens,
+            "similar_requests": counts.similar_requests,
+            "similar_tokens": counts.similar_tokens,
+            "similar_computed_tokens": counts.similar_computed_tokens,
         }
         status["moves"] = {
             "done": counts.moves,

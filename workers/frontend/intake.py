@@ -49,6 +49,7 @@ class RequestIntake:
         """
         if max_tokens_default is None:
             max_tokens_default = None if ask.chat else self._config.max_tokens_default
+        ask = self.prompts.as_tenant_has_it(ask)
         prompt = await self.prompts.read(ask, max_tokens_default=max_tokens_default)
         sampling = await self._sampling.read(ask)
         if sampling is not ask.sampling:
@@ -69,6 +70,7 @@ class RequestIntake:
             tbt_slo_ns=ask.tbt_slo_ns,
             tenant=ask.tenant,
             priority=ask.priority,
+            sketch=prompt.sketch,
         )
         span = None
         if self.tracing is not None:

@@ -72,6 +72,14 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
             "a stream that has nothing to say for so long sends a comment, so that no proxy ends it; 0: never"
         ),
     ] = 15.0
+    similar_tenants: Annotated[
+        str,
+        option(
+            "tenants, by commas, of whose requests KV of similar prompts may stand in (kv.similar) unless they "
+            "say otherwise; *: all; default: none",
+            "TENANTS",
+        ),
+    ] = ""
     log_free_mib_min: Annotated[int, option("less disk free for the log: no new requests")] = 64
     client_inboxes: Annotated[
         str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import time
@@ -23,9 +24,11 @@ from halfmoon.schemas.api.requests import (
 from halfmoon.schemas.keys import chain_keys, pack_tokens, root_key
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.prompt_logprobs import scored_tokens_max
+from halfmoon.schemas.similar import sketch_of
 from halfmoon.schemas.status import ConductorStatus
 from halfmoon.schemas.tokens import carried_tokens
-from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.frontend.config import FrontendConfig, names
+from halfmoon.workers.frontend.tenants import ALL_TENANTS
 from halfmoon.workers.model.text.control_text import decode_all
 from halfmoon.workers.model.text.tokenizer import (
     ChatTemplateError,
@@ -51,6 +54,8 @@ class TokenizedPrompt(NamedTuple):
     root_key: bytes
     block_keys: bytes
     max_tokens: int
+    #: b"": it is compared with no other prompt.
+    sketch: bytes = b""
 
 
 class PromptReader:
@@ -72,6 +77,7 @@ class PromptReader:
         self._models = {"", config.model, *config.model_aliases}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._inline = tokenizer.quick
+        self._similar_tenants = frozenset(names(config.similar_tenants))
         self._root = functools.lru_cache(maxsize=4096)(self._root_key)
 
     def close(self) -> None:
@@ -109,7 +115,19 @@ class PromptReader:
         packed = pack_tokens(token_ids)
         root = self._root(ask.tenant, ask.cache_salt)
         keys = chain_keys(root, token_ids, self._layout.block_tokens)
-        return TokenizedPrompt(packed, len(token_ids), root, keys, max_tokens)
+        sketch = b""
+        if ask.similar:
+            self._check_similar(ask)
+            sketch = sketch_of(root, token_ids)
+        return TokenizedPrompt(packed, len(token_ids), root, keys, max_tokens, sketch)
+
+    def as_tenant_has_it(self, ask: ApiRequest) -> ApiRequest:
+        """`ask` with its tenant's default for KV of similar prompts, where it says nothing and no promise is broken."""
+        if ask.similar is not None or not self._similar_tenants.intersection((ask.tenant, ALL_TENANTS)):
+            return ask
+        if self._layout.numerics == "exact" or ask.sampling.prompt_logprobs >= 0:
+            return ask
+        return dataclasses.replace(ask, similar=True)
 
     def model(self, name: str, created_s: int) -> dict[str, Any]:
         """`/v1/models/{name}`. Raises ApiError 404."""
@@ -292,6 +310,18 @@ class PromptReader:
             message = f"max_tokens: {asked} are more than {bound}"
             raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
         return ask.max_tokens
+
+    def _check_similar(self, ask: ApiRequest) -> None:
+        """Raises ApiError where KV of a similar prompt would break a promise."""
+        message = ""
+        if self._layout.numerics == "exact":
+            message = (
+                "kv.similar: this cluster has exact numerics, in which no answer depends on other prompts"
+            )
+        elif ask.sampling.prompt_logprobs >= 0:
+            message = "kv.similar: log probabilities of a prompt are those of computing all of it"
+        if message:
+            raise ApiError(400, message, param="kv", code="contradiction")
 
     def _root_key(self, tenant: str, cache_salt: str) -> bytes:
         return root_key(

@@ -34,8 +34,12 @@ from halfmoon.workers.prefill.actions import (
     EndOrder,
     EndPush,
     FailLoads,
+    FailReference,
+    FetchReference,
     LoadLayers,
+    LoadReference,
     PauseOrder,
+    ReserveReference,
     ReserveSlots,
     SendLayer,
     SendResult,
@@ -124,6 +128,10 @@ class MixedWorker(PromptWorker):
                 | DropStage()
                 | LoadLayers()
                 | FailLoads()
+                | ReserveReference()
+                | FetchReference()
+                | LoadReference()
+                | FailReference()
                 | StopComputing()
                 | SendLayer()
                 | DrawFirstToken()

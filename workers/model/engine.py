@@ -96,6 +96,11 @@ class Engine:
         self._masks = masks
 
     @property
+    def transformer(self) -> Transformer:
+        """The layers, for whoever computes rows of its own choice with this engine's cache and attention."""
+        return self._model
+
+    @property
     def attention_name(self) -> str:
         return self.attention.name
 

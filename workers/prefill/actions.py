@@ -60,6 +60,28 @@ class StartFetch(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[str]
 
 
+class ReserveReference(msgspec.Struct, frozen=True, kw_only=True):
+    """Lease what the own node's pool holds of a similar prompt, reserve slots for the rest, under a hold of its own
+    that ends with the order. ReferenceReserved or ReferenceLost.
+    """
+
+    order_id: str
+    block_keys: bytes
+    tenant: str
+
+
+class FetchReference(msgspec.Struct, frozen=True, kw_only=True):
+    """As StartFetch, for blocks of the reference: ReferenceLayers again and again, then ReferenceFetched or
+    ReferenceLost.
+    """
+
+    order_id: str
+    source_node_id: str
+    first_block: int
+    blocks: int
+    replicas: list[str]
+
+
 class StartPush(msgspec.Struct, frozen=True, kw_only=True):
     """Room for the prompt's blocks at the decode node: PushOpened or OpenPushFailed."""
 
@@ -68,6 +90,17 @@ class StartPush(msgspec.Struct, frozen=True, kw_only=True):
     target_node_id: str
     decode_worker_id: str
     prompt_tokens: int
+
+
+class ReferenceSlots(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a similar prompt lies in the pool: it stands in for tokens from `first_token` on. Layers up to
+    `fetched_layer` are readable; LoadReference tells of the others.
+    """
+
+    slots: list[int]
+    first_token: int
+    fetched_layer: int
+    resemblance: int
 
 
 class ComputePrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +128,8 @@ class ComputePrompt(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int = -1
     #: Names a prompt of one block of which further answers are wanted: it may be kept, or have been. b"": it is not.
     kept_key: bytes = b""
+    #: Then one chunk begins at its first token.
+    reference: ReferenceSlots | None = None
 
 
 class ComputeStage(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +157,20 @@ class LoadLayers(msgspec.Struct, frozen=True, kw_only=True):
 
 class FailLoads(msgspec.Struct, frozen=True, kw_only=True):
     """The computation under way must not wait for further layers of the prefix: it ends in LoadFailed."""
+
+    order_id: str
+    reason: str
+
+
+class LoadReference(msgspec.Struct, frozen=True, kw_only=True):
+    """The computation under way may read layers up to and including `layer` of the reference."""
+
+    order_id: str
+    layer: int
+
+
+class FailReference(msgspec.Struct, frozen=True, kw_only=True):
+    """The computation under way must not wait for the reference: it computes what it has not."""
 
     order_id: str
     reason: str
@@ -194,12 +243,16 @@ Action = (
     | ReserveSlots
     | PauseOrder
     | StartFetch
+    | ReserveReference
+    | FetchReference
     | StartPush
     | ComputePrompt
     | ComputeStage
     | DropStage
     | LoadLayers
     | FailLoads
+    | LoadReference
+    | FailReference
     | StopComputing
     | SendLayer
     | CommitPrompt

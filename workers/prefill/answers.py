@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Protocol
 
 from halfmoon.schemas.decisions import LayerStage, StartPrefill
-from halfmoon.schemas.events import PrefillFinished
+from halfmoon.schemas.events import PrefillFailed, PrefillFinished
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.sampling import SampledToken
-from halfmoon.workers.prefill.stages import JobRules
+from halfmoon.schemas.similar import SimilarReuse
+from halfmoon.workers.prefill.stages import REASON_CHARACTERS_MAX, JobRules
 
 
 class Computed(Protocol):
-    """A `Job` whose prompt is computed."""
+    """A `Job` whose prompt is computed, or never will be."""
 
     order: StartPrefill
     rules: JobRules
@@ -29,6 +30,7 @@ class Computed(Protocol):
     fetch_ns: int
     stages: list[LayerStage]
     kept: bool
+    similar: SimilarReuse | None
 
 
 def cached_here(job: Computed) -> int:
@@ -47,6 +49,7 @@ def result_of(job: Computed, first: SampledToken) -> PrefillResult:
         compute_ns=job.compute_ns,
         cached_tokens=cached_here(job) + job.fetched_blocks * job.rules.layout.block_tokens,
         finished_at_ns=job.finished_at_ns,
+        similar=job.similar,
     )
 
 
@@ -70,4 +73,17 @@ def finished_of(job: Computed, pushed_bytes: int, push_ns: int) -> PrefillFinish
         prompt_tokens=job.order.prompt_tokens,
         stages=len(job.stages),
         stage_wait_ns=job.stage_wait_ns,
+        similar=job.similar,
+    )
+
+
+def failed_of(job: Computed, reason: str, *, retryable: bool, stage_id: str) -> PrefillFailed:
+    """The answer to an order that comes to nothing. `stage_id`: the worker of another stage that it failed for."""
+    return PrefillFailed(
+        order_id=job.order.order_id,
+        request_id=job.order.request_id,
+        worker_id=job.rules.worker_id,
+        reason=reason[:REASON_CHARACTERS_MAX],
+        retryable=retryable,
+        stage_id=stage_id,
     )

@@ -7,12 +7,14 @@ layers just ahead of the layer that computes, the compute thread computes and st
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.workers import hold_points
 from halfmoon.workers.model.layer_hooks import LayerHooks
 from halfmoon.workers.model.prompt_rows import PromptRows
@@ -27,6 +29,9 @@ from halfmoon.workers.sample_requests import scores_of
 if TYPE_CHECKING:
     from halfmoon.workers.prefill.stage_group import StageGroup
     from halfmoon.workers.worker import ChannelConfig
+
+
+log = logging.getLogger("halfmoon.prefill")
 
 
 class OrderAborted(Exception):
@@ -61,6 +66,11 @@ class PromptComputation:
         self.was_kept = False
         #: How likely the prompt's own tokens are, once it has run.
         self.scores = scores_of(prompt.token_ids, prompt.prompt_logprobs)
+        self.reference_loads = LayerLoads()
+        if prompt.reference is not None:
+            self.reference_loads.fetched_up_to(prompt.reference.fetched_layer)
+        #: What a similar prompt stood in for, once it has run.
+        self.similar: SimilarReuse | None = None
         self._present = frozenset(prompt.present)
         first = prompt.stages[-1].first_layer if prompt.stages else 0
         #: Those that are computed here.
@@ -78,6 +88,7 @@ class PromptComputation:
         """Before the next layer; `run` then raises OrderAborted."""
         self._stopped = True
         self.loads.fail("cancelled")
+        self.reference_loads.fail("cancelled")
         if self._group is not None:
             self._group.end()
 
@@ -110,6 +121,10 @@ class PromptComputation:
             for chunk in prompt.chunks:
                 # Once the first chunk has waited for a layer, the others find it in the cache.
                 loaded = before_layer if chunk is prompt.chunks[0] else None
+                if self._stands_in(chunk):
+                    logits = self._compute_similar(cache, loaded)
+                    if logits is not None:
+                        break
                 logits = self._compute_chunk(chunk, cache, loaded, elsewhere)
         finally:
             if self._group is not None:
@@ -179,6 +194,44 @@ class PromptComputation:
             raise OrderAborted(self.order_id)
         if self._pool is not None:
             self._tell_stored(blocks)
+        return logits
+
+    def _stands_in(self, chunk: range) -> bool:
+        """The reference stands in for tokens from this chunk on."""
+        reference = self._prompt.reference
+        return reference is not None and reference.first_token == chunk.start
+
+    def _compute_similar(self, cache: list[int], before_layer: Callable[[int], None] | None) -> object | None:
+        """The rest of the prompt with the reference's KV: logits; None where it is not to be had, or too unlike. Raises
+        as `run`.
+        """
+        from halfmoon.workers.prefill.similar_computation import (
+            ReferenceMissing,
+            compute_similar,
+            reference_layers,
+        )
+
+        prompt, reference = self._prompt, self._prompt.reference
+        assert reference is not None, self.order_id
+        first_block = reference.first_token // self._layout.block_tokens
+        blocks = range(first_block, self._layout.blocks(len(prompt.token_ids)))
+        table = self._window.table(cache, blocks.start, len(blocks))
+        hooks = LayerHooks(
+            before_layer=before_layer,
+            after_layer=self._store_layer(table, blocks),
+            should_stop=lambda: self._stopped,
+        )
+        read = reference_layers(self._engine, self._pool, reference.slots, self.reference_loads)
+        made = None
+        try:
+            made = compute_similar(self._engine, prompt.token_ids, reference, table, read, hooks)
+        except ReferenceMissing as missing:
+            log.info("order %s: no KV of a similar prompt: %s", self.order_id, missing)
+        if self._stopped:
+            raise OrderAborted(self.order_id)
+        if made is None:
+            return None
+        logits, self.similar = made
         return logits
 
     def _rows_of(self, group: StageGroup) -> Any:

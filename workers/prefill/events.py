@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from halfmoon.schemas.decisions import StartPrefill, StartStage
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.workers.machines import (
     AnnounceRequested,
     OrderCancelled,
@@ -74,6 +75,29 @@ class FetchFailed(OrderEvent, frozen=True, kw_only=True):
     corrupted: bool = False
 
 
+class ReferenceReserved(OrderEvent, frozen=True, kw_only=True):
+    """`slots[i]` of the own node's pool is block i of the reference; those in `present` hold their bytes already."""
+
+    slots: list[int]
+    present: list[int]
+
+
+class ReferenceLayers(OrderEvent, frozen=True, kw_only=True):
+    """Layers up to and including `layer` of the reference are readable in the own node's pool; may be said again."""
+
+    layer: int
+
+
+class ReferenceFetched(OrderEvent, frozen=True, kw_only=True):
+    """All layers of the reference are readable."""
+
+
+class ReferenceLost(OrderEvent, frozen=True, kw_only=True):
+    """The own node has no room for the reference, or nobody gave its blocks."""
+
+    reason: str
+
+
 # --- computing ----------------------------------------------------------------------------------------------
 
 
@@ -118,6 +142,8 @@ class PromptComputed(OrderEvent, frozen=True, kw_only=True):
     stage_wait_ns: int = 0
     #: Nothing was computed: another choice's prefill had made the same.
     kept: bool = False
+    #: A reference stood in for some of it.
+    similar: SimilarReuse | None = None
 
 
 class LoadFailed(OrderEvent, frozen=True, kw_only=True):
@@ -174,8 +200,11 @@ Preparing = (
     | BlocksFetched
     | FetchFailed
 )
+#: And of a similar prompt's KV.
+OfReference = ReferenceReserved | ReferenceLayers | ReferenceFetched | ReferenceLost
 StepOfOrder = (
     Preparing
+    | OfReference
     | PushOpened
     | OpenPushFailed
     | PrefixLayerLoaded

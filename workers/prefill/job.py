@@ -21,17 +21,17 @@ from __future__ import annotations
 from typing import assert_never
 
 from halfmoon.schemas.decisions import StartPrefill
-from halfmoon.schemas.events import PrefillFailed
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.machines import Report, TakeTokens, TokensTaken, refusal
 from halfmoon.workers.prefill import actions
 from halfmoon.workers.prefill.actions import Actions
-from halfmoon.workers.prefill.answers import cached_here, finished_of, result_of
+from halfmoon.workers.prefill.answers import cached_here, failed_of, finished_of, result_of
 from halfmoon.workers.prefill.events import (
     BlocksFetched,
     ChunkStored,
@@ -41,6 +41,7 @@ from halfmoon.workers.prefill.events import (
     LayersFetched,
     LayerStored,
     LoadFailed,
+    OfReference,
     OpenPushFailed,
     PauseEnded,
     PrefixLayerLoaded,
@@ -54,8 +55,9 @@ from halfmoon.workers.prefill.events import (
     StageLost,
     StepOfOrder,
 )
-from halfmoon.workers.prefill.prompt_chunks import prompt_to_compute
-from halfmoon.workers.prefill.stages import REASON_CHARACTERS_MAX, WAITING_STAGES, JobRules, PrefillStage
+from halfmoon.workers.prefill.prompt_chunks import prompt_to_compute, shared_keys
+from halfmoon.workers.prefill.reference_job import reference_of
+from halfmoon.workers.prefill.stages import WAITING_STAGES, JobRules, PrefillStage
 
 #: How long a full store, and one that does not answer, is asked again. Without patience a node that restarts would
 #: use up all placements of a request within milliseconds.
@@ -93,8 +95,7 @@ class Job:
         self.fetched_layer = -1
         #: Layers of a wrong fetch may have been pushed, and a decode worker does not copy a layer twice.
         self.pushed_wrong = False
-        self.fetched_bytes = 0
-        self.fetch_ns = 0
+        self.fetched_bytes = self.fetch_ns = 0
         self.started_ns = 0
         self.compute_ns = self.stage_wait_ns = 0
         self.kept = False
@@ -105,6 +106,9 @@ class Job:
         self.result: PrefillResult | None = None
         #: Workers and their layers; []: this worker computes all of them.
         self.stages = order.stages
+        #: A similar prompt, and what it stood in for.
+        self.reference = reference_of(order, rules)
+        self.similar: SimilarReuse | None = None
 
     @property
     def blocks(self) -> int:
@@ -155,6 +159,10 @@ class Job:
 
     def step(self, event: StepOfOrder, out: Actions) -> None:
         """Something that was under way went on, or ended."""
+        if isinstance(event, OfReference):
+            if self.reference is not None:
+                self.reference.step(event, out, computing=self.stage is PrefillStage.COMPUTING)
+            return
         match event:
             case LayerStored():
                 self._layer_stored(event, out)
@@ -236,7 +244,7 @@ class Job:
         out.append(
             actions.ReserveSlots(
                 order_id=self.order_id,
-                block_keys=self.reply.block_keys,
+                block_keys=shared_keys(self.order, self.reply),
                 blocks=self.blocks,
                 tenant=self.reply.tenant,
                 token_ids=self.reply.token_ids,
@@ -253,6 +261,8 @@ class Job:
         while self.cached_blocks < usable and self.cached_blocks in present:
             self.cached_blocks += 1
         self._fetch(usable, out)
+        if self.reference is not None:
+            self.reference.reserve(self.reply.tenant, out)
 
     def _fetch(self, usable: int, out: Actions) -> None:
         """Order the first fetch that continues the blocks held here; blocks that are here already are not fetched."""
@@ -320,10 +330,8 @@ class Job:
         if not self.paused:
             return
         self.paused = False
-        if self.stage is PrefillStage.OPENING_PUT:
-            self._open_put(out)
-        else:
-            self._open_push(out)
+        again = self._open_put if self.stage is PrefillStage.OPENING_PUT else self._open_push
+        again(out)
 
     # --- computing ------------------------------------------------------------------------------------------
 
@@ -383,7 +391,7 @@ class Job:
 
     def _chunk_stored(self, event: ChunkStored, out: Actions) -> None:
         # The last block has no key when it is not full: nobody could ask for it.
-        keyed = len(self.reply.block_keys) // KEY_BYTES
+        keyed = len(shared_keys(self.order, self.reply)) // KEY_BYTES
         blocks = min(event.first_block + event.blocks, keyed) - event.first_block
         if blocks > 0 and not self.cancelled:
             out.append(
@@ -400,7 +408,7 @@ class Job:
             self._push(layer, first_block, blocks, out)
         self.stage = PrefillStage.DRAWING
         self.compute_ns = event.at_ns - self.started_ns
-        self.stage_wait_ns, self.kept = event.stage_wait_ns, event.kept
+        self.stage_wait_ns, self.kept, self.similar = event.stage_wait_ns, event.kept, event.similar
         self.finished_at_ns = event.finished_at_ns
         out.append(
             actions.DrawFirstToken(
@@ -474,15 +482,7 @@ class Job:
     def fail(self, reason: str, out: Actions, *, retryable: bool, stage_id: str = "") -> None:
         """It ends without a result; one that was cancelled is not answered. `stage_id`: for whose sake."""
         if not self.cancelled:
-            failed = PrefillFailed(
-                order_id=self.order_id,
-                request_id=self.order.request_id,
-                worker_id=self.rules.worker_id,
-                reason=reason[:REASON_CHARACTERS_MAX],
-                retryable=retryable,
-                stage_id=stage_id,
-            )
-            out.append(Report(event=failed))
+            out.append(Report(event=failed_of(self, reason, retryable=retryable, stage_id=stage_id)))
         self._end("cancelled" if self.cancelled else reason, out)
 
     def _end(self, error: str, out: Actions) -> None:

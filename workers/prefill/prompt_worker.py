@@ -18,13 +18,17 @@ from halfmoon.bus.telemetry.tracing import OpenSpan
 from halfmoon.schemas import subjects
 from halfmoon.schemas.kv import KvLoaded
 from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.schemas.store import order_of_hold, reference_hold
+from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.store.errors import BytesCorrupted, LeaseLost, StoreError, StoreFull
 from halfmoon.workers.machines import TakeTokens, WorkerStopped
 from halfmoon.workers.prefill.actions import (
     BeginSpan,
     CommitPrompt,
     EndOrder,
+    FetchReference,
     PauseOrder,
+    ReserveReference,
     ReserveSlots,
     StartFetch,
 )
@@ -33,6 +37,10 @@ from halfmoon.workers.prefill.events import (
     FetchFailed,
     LayersFetched,
     PauseEnded,
+    ReferenceFetched,
+    ReferenceLayers,
+    ReferenceLost,
+    ReferenceReserved,
     ReserveSlotsFailed,
     SlotsReserved,
 )
@@ -52,6 +60,8 @@ class PromptWorker(Worker):
         #: By order: its commits that are under way.
         self._committing: dict[str, set[asyncio.Task[None]]] = {}
         self._spans: dict[str, OpenSpan] = {}
+        #: Orders that have a hold on a similar prompt too, or ask for one.
+        self._referring: set[str] = set()
         self._releasing: set[asyncio.Task[None]] = set()
         self._pool = await self.store.attach() if self.store else None
         if self.store:
@@ -65,7 +75,15 @@ class PromptWorker(Worker):
 
     def prepare_further(
         self,
-        action: TakeTokens | BeginSpan | ReserveSlots | PauseOrder | StartFetch | CommitPrompt | EndOrder,
+        action: TakeTokens
+        | BeginSpan
+        | ReserveSlots
+        | PauseOrder
+        | StartFetch
+        | ReserveReference
+        | FetchReference
+        | CommitPrompt
+        | EndOrder,
     ) -> None:
         """Begin an action of an order's preparation or of its end."""
         match action:
@@ -82,13 +100,20 @@ class PromptWorker(Worker):
                 self._ask(action.order_id, self._pause(action))
             case StartFetch():
                 self._ask(action.order_id, self._fetch(action))
+            case ReserveReference():
+                self._referring.add(action.order_id)
+                self._ask(action.order_id, self._reserve_reference(action))
+            case FetchReference():
+                self._ask(action.order_id, self._fetch_reference(action))
             case EndOrder():
                 self._end_order(action)
             case _:
                 assert_never(action)
 
     def _on_loaded(self, message: KvLoaded) -> None:
-        self.hear(LayersFetched(at_ns=time.monotonic_ns(), order_id=message.order_id, layer=message.layer))
+        order_id = order_of_hold(message.order_id)
+        kind = LayersFetched if order_id == message.order_id else ReferenceLayers
+        self.hear(kind(at_ns=time.monotonic_ns(), order_id=order_id, layer=message.layer))
 
     def _ask(self, order_id: str, work: Coroutine[None, None, None]) -> None:
         """As a task that ends with the order."""
@@ -172,6 +197,50 @@ class PromptWorker(Worker):
             )
         self.hear(event)
 
+    async def _reserve_reference(self, action: ReserveReference) -> None:
+        assert self.store is not None
+        event: ReferenceReserved | ReferenceLost
+        try:
+            put = await self.store.open_put(
+                reference_hold(action.order_id),
+                action.block_keys,
+                blocks=len(action.block_keys) // KEY_BYTES,
+                tenant=action.tenant,
+            )
+        except (StoreError, BusError) as problem:
+            event = self._lost_reference(action.order_id, problem)
+        else:
+            event = ReferenceReserved(
+                at_ns=time.monotonic_ns(),
+                order_id=action.order_id,
+                slots=list(put.slots),
+                present=list(put.present),
+            )
+        self.hear(event)
+
+    async def _fetch_reference(self, action: FetchReference) -> None:
+        assert self.store is not None
+        event: ReferenceFetched | ReferenceLost
+        try:
+            await self.store.fetch(
+                reference_hold(action.order_id),
+                action.source_node_id,
+                first_block=action.first_block,
+                blocks=action.blocks,
+                replicas=action.replicas,
+                traceparent=self.traceparent(action.order_id),
+            )
+        except (StoreError, BusError) as problem:
+            event = self._lost_reference(action.order_id, problem)
+        else:
+            event = ReferenceFetched(at_ns=time.monotonic_ns(), order_id=action.order_id)
+        self.hear(event)
+
+    @staticmethod
+    def _lost_reference(order_id: str, problem: Exception) -> ReferenceLost:
+        log.warning("order %s: no KV of a similar prompt (%s): computed instead", order_id, problem)
+        return ReferenceLost(at_ns=time.monotonic_ns(), order_id=order_id, reason=str(problem))
+
     async def _commit(self, action: CommitPrompt) -> None:
         assert self.store is not None
         with contextlib.suppress(StoreError, BusError):  # not shared, then; the request itself goes on
@@ -204,3 +273,7 @@ class PromptWorker(Worker):
         if self.store is not None:
             with contextlib.suppress(StoreError, BusError):  # the lease's own end takes care of it
                 await self.store.release(order_id)
+            if order_id in self._referring:
+                self._referring.discard(order_id)
+                with contextlib.suppress(StoreError, BusError):
+                    await self.store.release(reference_hold(order_id))

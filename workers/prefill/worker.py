@@ -17,6 +17,7 @@ from halfmoon.bus.errors import BusError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartPrefill, StartStage
 from halfmoon.schemas.kv import PrefillResult
+from halfmoon.schemas.store import reference_hold
 from halfmoon.store.errors import ChannelError, StoreError, StoreFull
 from halfmoon.workers.machines import (
     Announce,
@@ -36,8 +37,12 @@ from halfmoon.workers.prefill.actions import (
     EndOrder,
     EndPush,
     FailLoads,
+    FailReference,
+    FetchReference,
     LoadLayers,
+    LoadReference,
     PauseOrder,
+    ReserveReference,
     ReserveSlots,
     SendLayer,
     SendResult,
@@ -157,7 +162,7 @@ class PrefillWorker(PromptWorker):
             case DropStage():
                 if self._stages is not None:
                     self._stages.drop(action.order_id)
-            case LoadLayers() | FailLoads() | StopComputing():
+            case LoadLayers() | FailLoads() | LoadReference() | FailReference() | StopComputing():
                 self._steer_computing(action)
             case DrawFirstToken():
                 self._drawing = action
@@ -176,6 +181,8 @@ class PrefillWorker(PromptWorker):
                 | ReserveSlots()
                 | PauseOrder()
                 | StartFetch()
+                | ReserveReference()
+                | FetchReference()
                 | EndOrder()
             ):
                 self.prepare_further(action)
@@ -245,6 +252,8 @@ class PrefillWorker(PromptWorker):
             if self.store is not None:
                 # A lease that ended meanwhile (the process stood still) gave others the slots that were read.
                 self.store.require_unchanged(order_id)
+                if computation.similar is not None:
+                    self.store.require_unchanged(reference_hold(order_id))
             finished_at_ns = time.time_ns()
             event = PromptComputed(
                 at_ns=time.monotonic_ns(),
@@ -252,6 +261,7 @@ class PrefillWorker(PromptWorker):
                 finished_at_ns=finished_at_ns,
                 stage_wait_ns=computation.stage_wait_ns,
                 kept=computation.was_kept,
+                similar=computation.similar,
             )
         except (LayersMissing, StoreError) as problem:
             event = LoadFailed(at_ns=time.monotonic_ns(), order_id=order_id, reason=str(problem))
@@ -297,7 +307,9 @@ class PrefillWorker(PromptWorker):
             )
         )
 
-    def _steer_computing(self, action: LoadLayers | FailLoads | StopComputing) -> None:
+    def _steer_computing(
+        self, action: LoadLayers | FailLoads | LoadReference | FailReference | StopComputing
+    ) -> None:
         computation = self._computation
         assert computation is not None, action
         assert computation.order_id == action.order_id, (computation.order_id, action)
@@ -310,6 +322,10 @@ class PrefillWorker(PromptWorker):
                 computation.loads.fetched_up_to(action.layer)
             case FailLoads():
                 computation.loads.fail(action.reason)
+            case LoadReference():
+                computation.reference_loads.fetched_up_to(action.layer)
+            case FailReference():
+                computation.reference_loads.fail(action.reason)
             case _:
                 assert_never(action)
 

@@ -13,6 +13,7 @@ import msgspec
 
 from halfmoon.schemas.decisions import Fetch, LayerStage
 from halfmoon.schemas.lending import KvPart
+from halfmoon.schemas.similar import Reference
 
 
 class Candidate(msgspec.Struct, kw_only=True):
@@ -48,6 +49,8 @@ class Candidate(msgspec.Struct, kw_only=True):
     stages: list[LayerStage] = []
     chunk_tokens: int = 0
     group_ns: list[int] = []
+    #: A similar prompt whose KV stands in; None: all is computed.
+    reference: Reference | None = None
 
 
 class DecodeCandidate(msgspec.Struct, kw_only=True):

@@ -82,15 +82,20 @@ def match_prefix(state: State, request: RequestArrived, now_ns: int) -> PrefixMa
     """The longest prefix that each readable node holds; suspected nodes count as holding nothing."""
     blocks_max = len(request.block_keys) // KEY_BYTES
     index = state.index
-    runs = index.runs(request.block_keys, blocks_max)
-    if runs and now_ns < state.loads.suspected_until_ns:
-        runs = [
-            (blocks, [node for node in nodes if not _suspected(state, node, now_ns)])
-            for blocks, nodes in runs
-        ]
-        runs = [(blocks, nodes) for blocks, nodes in runs if nodes]
+    runs = readable_runs(state, request.block_keys, now_ns)
     dram_runs = index.runs(request.block_keys, blocks_max, dram_only=True) if index.has_ssd else runs
     return PrefixMatch(state, runs, dram_runs, now_ns)
+
+
+def readable_runs(state: State, block_keys: bytes, now_ns: int) -> Runs:
+    """Runs of blocks from the first, in any tier, at nodes that are not suspected."""
+    runs = state.index.runs(block_keys, len(block_keys) // KEY_BYTES)
+    if not runs or now_ns >= state.loads.suspected_until_ns:
+        return runs
+    runs = [
+        (blocks, [node for node in nodes if not _suspected(state, node, now_ns)]) for blocks, nodes in runs
+    ]
+    return [(blocks, nodes) for blocks, nodes in runs if nodes]
 
 
 def transfers_leaving(state: State, node_id: str, now_ns: int) -> int:

@@ -25,6 +25,7 @@ from halfmoon.conductor.core.state.records import (
     StoreRecord,
     WorkerRecord,
 )
+from halfmoon.conductor.core.state.similar_index import SimilarIndex
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import Membership
 
@@ -71,6 +72,7 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     answers: dict[int, Answers] = {}
     #: Worker that each pool's round robin chose last.
     round_robin: dict[str, str] = {}
+    similar: SimilarIndex = msgspec.field(default_factory=SimilarIndex)
     offered: Offered = msgspec.field(default_factory=Offered)
     demand: Demand = msgspec.field(default_factory=Demand)
     displaced: Displaced = msgspec.field(default_factory=Displaced)

@@ -271,6 +271,8 @@ class PrefillHalf(msgspec.Struct, kw_only=True):
     #: Workers and their layers of the prompt, its own worker's last; and the other workers that still compute.
     stages: list[LayerStage] = []
     staged: list[str] = []
+    #: KV of a similar prompt is to stand in for some of its own.
+    similar: bool = False
     # Under a policy with `correction_window`: the inputs of its price, and its time beside computing.
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -341,6 +343,11 @@ class Counters(msgspec.Struct, kw_only=True):
     moves_refused: int = 0
     moved_tokens: int = 0
     moved_bytes: int = 0
+    #: Prompts for part of which KV of a similar one stood in, the tokens of those parts, and the tokens that were
+    #: computed of these prompts (token-layers over layers).
+    similar_requests: int = 0
+    similar_tokens: int = 0
+    similar_computed_tokens: int = 0
 
 
 def splits_of(orders: Iterable[Order]) -> dict[CacheSplit, int]:

@@ -9,6 +9,7 @@ import orjson
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.workers.frontend.dialects.blocks import AnswerBlock, AnswerBlocks, BlockChange
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
+from halfmoon.workers.frontend.openai.answers import similar_usage
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 #: By the kind of a block: the type of its deltas, and the field of what is added.
@@ -86,6 +87,7 @@ class MessagesForm:
             "input_tokens": request.arrived.prompt_tokens - cached,
             "cache_read_input_tokens": cached,
             "output_tokens": len(request.output_ids),
+            **similar_usage([request]),
         }
 
 

@@ -13,6 +13,7 @@ from halfmoon.schemas.api.requests import decode_body
 from halfmoon.schemas.api.responses import ResponsesBody
 from halfmoon.workers.frontend.dialects.blocks import AnswerBlock, AnswerBlocks, BlockChange
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
+from halfmoon.workers.frontend.openai.answers import similar_usage
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 #: By the kind of a block: the name of its events.
@@ -133,7 +134,7 @@ class ResponsesForm:
         cached = request.timing.cached_tokens if request.timing else 0
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": cached},
+            "input_tokens_details": {"cached_tokens": cached, **similar_usage([request])},
             "output_tokens": answer,
             "output_tokens_details": {"reasoning_tokens": self._tokens_of(thoughts)},
             "total_tokens": prompt + answer,

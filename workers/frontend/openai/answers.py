@@ -30,6 +30,19 @@ def usage(request: OpenRequest) -> dict[str, int]:
         "prompt_tokens": request.arrived.prompt_tokens,
         "cached_tokens": request.timing.cached_tokens if request.timing else 0,
         "completion_tokens": len(request.output_ids),
+        **similar_usage([request]),
+    }
+
+
+def similar_usage(firsts: Sequence[OpenRequest]) -> dict[str, int]:
+    """Tokens that KV of similar prompts stood in for; nothing where nobody let it."""
+    if not any(request.ask.similar for request in firsts):
+        return {}
+    reuses = [request.timing.similar for request in firsts if request.timing and request.timing.similar]
+    return {
+        "similar_tokens": sum(reuse.tokens for reuse in reuses),
+        "similar_computed_tokens": sum(reuse.computed_tokens for reuse in reuses),
+        "similar_resemblance": min((reuse.resemblance for reuse in reuses), default=0),
     }
 
 
@@ -43,7 +56,7 @@ def openai_usage(choices: Sequence[OpenRequest]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached, **similar_usage(firsts)},
     }
 
 

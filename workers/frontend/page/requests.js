@@ -36,7 +36,8 @@ function update(row, one, view) {
   const way = one.prefill_id ? one.prefill_id + " → " + one.decode_id : "";
   say(parts.way, way + (one.placements > 1 ? ", placed " + one.placements + " times" : ""));
   const until = ended ? one.end_ns : view.at_ns, took_us = Math.max(0, until - one.arrived_ns) / 1000;
-  let told = count(one.prompt_tokens) + " tokens" + (one.cached_tokens ? ", " + count(one.cached_tokens) + " cached" : "") + " · " + span(took_us);
+  let told = count(one.prompt_tokens) + " tokens" + (one.cached_tokens ? ", " + count(one.cached_tokens) + " cached" : "");
+  told = told + (one.similar_tokens ? ", " + count(one.similar_tokens) + " of a similar prompt" : "") + " · " + span(took_us);
   if (one.ttft_ns) told = told + " · TTFT " + span(one.ttft_ns / 1000) + late(one.ttft_ns, one.ttft_slo_ns) + (one.tbt_ns ? " · TBT " + span(one.tbt_ns / 1000) + late(one.tbt_ns, one.tbt_slo_ns) : "");
   say(parts.told, told);
   row.title = "arrived " + clock(one.arrived_ns) + (one.reason && one.ending !== "finished" ? ": " + one.reason : "");

@@ -99,7 +99,7 @@ function hits(recent) {
   const prompt = recent.prompt_tokens || 0, local = recent.cached_local_tokens || 0, fetched = recent.cached_fetched_tokens || 0;
   say(tiles.hits.value, prompt ? share(local + fetched, prompt) : "–");
   say(tiles.hits.unit, prompt ? "of " + count(prompt) : "");
-  say(tiles.hits.note, prompt ? "local " + share(local, prompt) + " · fetched " + share(fetched, prompt) : "no prompt in the last minute");
+  say(tiles.hits.note, prompt ? "local " + share(local, prompt) + " · fetched " + share(fetched, prompt) + (recent.similar_tokens ? " · similar " + share(recent.similar_tokens, prompt) : "") : "no prompt in the last minute");
   const parts = [[local, "local"], [fetched, "fetched"], [Math.max(0, prompt - local - fetched), "computed"]];
   let x = 0;
   tiles.hits.chart.replaceChildren(...parts.map(([tokens, name]) => {

@@ -1,0 +1,216 @@
+"""Prefill of some rows of a prompt: the KV of the others stands in from a reference.
+
+Layer by layer, K of the reference is turned from its position to the prompt's (the rotary embedding is a rotation, so
+the turn by the difference is exact) and V is taken as it is. Layer 0 is computed for all tokens. In each further layer
+the rows that the layer before computed give fresh K and V; those whose fresh KV deviates most from what stands in are
+computed on, and the others end here, with fresh KV in this layer and what stands in behind it. Rows that nothing stands
+in for are computed in every layer.
+
+The paper chooses the rows of a layer by the deviation in the layer before. In layer 0 that says nothing: K and V depend
+on the token alone there. So it is the deviation in the layer itself, which costs the projection of some more rows.
+
+Source: SemShareKV (arXiv 2509.24832); CacheBlend (arXiv 2405.16444) for the row-subset forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from halfmoon.workers.model.attention.kernel import Attention, LayerCache
+from halfmoon.workers.model.layer_hooks import NO_HOOKS, LayerHooks
+from halfmoon.workers.model.paged_cache import PagedCache
+from halfmoon.workers.model.similar.matching import Matching, match_runs, same_tokens
+from halfmoon.workers.model.similar.schedule import Schedule
+from halfmoon.workers.model.transformer import Rotary, Transformer, rotate
+
+Tensor = torch.Tensor
+
+#: K, as it is cached, and V of one layer of a reference, `[tokens, kv_heads, head_dim]` each; returns when it is there.
+ReferenceLayer = Callable[[int], tuple[Tensor, Tensor]]
+
+#: Rows that attend in one call: the mask of a call is so many times the context.
+_ROWS_AT_ONCE = 256
+#: Of the tokens, so many percent must be found in the reference: with fewer, quality and time are no better than
+#: computing all.
+FOUND_PERCENT_MIN = 40
+
+
+class NotAlike(Exception):
+    """The reference has too few of the prompt's tokens. Nothing but layer 0 was computed."""
+
+
+class _SelectiveEngine(Protocol):
+    transformer: Transformer
+    cache: PagedCache
+    attention: Attention
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveResult:
+    """`logits`: of the last token, f32 `[vocab]`. `found`: tokens that the reference stood in for. `computed`: rows
+    that each layer computed.
+    """
+
+    logits: Tensor
+    found: int
+    computed: list[int]
+
+    @property
+    def computed_tokens(self) -> int:
+        """Token-layers that were computed, over the number of layers."""
+        return -(-sum(self.computed) // len(self.computed))
+
+
+class SelectivePrefill:
+    """The end of a prompt, from token `start` on, whose earlier KV is cached or being loaded. For one compute thread,
+    in fast numerics.
+    """
+
+    def __init__(
+        self,
+        engine: _SelectiveEngine,
+        token_ids: Sequence[int],
+        start: int,
+        block_table: Sequence[int],
+        *,
+        schedule: Schedule | None = None,
+        matching: Matching | None = None,
+    ) -> None:
+        """`matching`: which tokens stand in; None: those of the runs that both have."""
+        self._model, self._cache, self._attention = engine.transformer, engine.cache, engine.attention
+        self._token_ids, self._start, self._table = token_ids, start, block_table
+        self._schedule = schedule or Schedule()
+        self._matching = matching
+        self._positions = torch.arange(start, len(token_ids), device=self._model.device)
+
+    @torch.inference_mode()
+    def run(self, reference: ReferenceLayer, hooks: LayerHooks = NO_HOOKS) -> SelectiveResult | None:
+        """None when `should_stop` said so. Raises NotAlike, and what the hooks and `reference` raise."""
+        model = self._model
+        model.rotary.reach(len(self._token_ids))
+        cos, sin = model.rotary.rows(self._positions)
+        slots = self._slots(self._positions)
+        every = self._slots(torch.arange(len(self._token_ids), device=model.device))
+        x = model.embed(torch.tensor(self._token_ids[self._start :], device=model.device))
+        rows = torch.arange(len(self._positions), device=model.device)
+        matching, computed = self._matching, []
+        for i, layer in enumerate(model.layers):
+            if hooks.should_stop is not None and hooks.should_stop():
+                return None
+            q, k, v = layer.project(x, cos[rows], sin[rows])
+            if hooks.before_layer is not None:
+                hooks.before_layer(i)
+            if i == 0:
+                self._store(i, slots, k, v)
+                matching = matching or self._match(v, reference(0)[1])
+                attended = self._attend_all(q, k, v)
+            else:
+                assert matching is not None
+                old_k, old_v = self._standing_in(reference(i), matching)
+                self._store(i, slots, old_k, old_v)
+                self._store(i, slots[rows], k, v)
+                kept = _chosen(
+                    _deviation(k, old_k[rows]) + _deviation(v, old_v[rows]),
+                    matching.forced.to(model.device)[rows],
+                    self._schedule.rows(i, matching.found),
+                )
+                rows, q, x = rows[kept], q[kept], x[kept]
+                keys, values = (cache[i].flatten(0, 1)[every] for cache in (self._cache.k, self._cache.v))
+                attended = attend_rows(q, keys, values, self._positions[rows])
+            if hooks.after_layer is not None:
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize(model.device)
+                hooks.after_layer(i)
+            computed.append(len(rows))
+            x = layer.finish(x, attended.reshape(len(rows), -1))
+        assert matching is not None
+        return SelectiveResult(model.logits(x[-1:])[0], matching.found, computed)
+
+    def _match(self, values: Tensor, reference_values: Tensor) -> Matching:
+        prompt = self._token_ids
+        reference = same_tokens(prompt[self._start :], values, reference_values)
+        matching = match_runs(prompt, self._start, reference)
+        if matching.found * 100 < FOUND_PERCENT_MIN * len(matching.rows):
+            raise NotAlike(f"{matching.found} of {len(matching.rows)} tokens are in the reference")
+        return matching
+
+    def _attend_all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """In layer 0, some rows at a time."""
+        attended = torch.zeros_like(q)
+        for at in range(0, len(q), _ROWS_AT_ONCE):
+            some = slice(at, min(at + _ROWS_AT_ONCE, len(q)))
+            rows = some.stop - some.start
+            plan = self._attention.plan([self._table], [rows], [self._start + some.stop])
+            cache = LayerCache(self._cache.k[0], self._cache.v[0])
+            self._attention.attend(q[some], k[some], v[some], cache, plan, attended[some])
+        return attended
+
+    def _standing_in(self, layer: tuple[Tensor, Tensor], matching: Matching) -> tuple[Tensor, Tensor]:
+        k, v = layer
+        rows = matching.rows.to(k.device)
+        self._model.rotary.reach(len(k))
+        return turned(self._model.rotary, k[rows], self._positions - rows), v[rows]
+
+    def _slots(self, positions: Tensor) -> Tensor:
+        """Row of the cache of each position."""
+        size = self._cache.block_tokens
+        table = torch.tensor(self._table, device=positions.device)
+        return table[positions // size] * size + positions % size
+
+    def _store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        self._cache.k[layer].flatten(0, 1).index_copy_(0, slots, k)
+        self._cache.v[layer].flatten(0, 1).index_copy_(0, slots, v)
+
+
+def turned(rotary: Rotary, k: Tensor, by: Tensor) -> Tensor:
+    """K `[rows, kv_heads, head_dim]`, which carries its position, so many positions (int64 `[rows]`) further on."""
+    cos, sin = rotary.rows(by.abs())
+    return rotate(k, cos, sin * by.sign().view(-1, 1, 1))
+
+
+def attend_rows(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """Attention of rows at ascending `positions` over the keys of their sequence up to themselves.
+
+    `q` `[rows, heads, head_dim]`, `keys` and `values` `[tokens, kv_heads, head_dim]`. Query heads of one KV head are
+    further rows, which read its keys once.
+    """
+    heads, dim = q.shape[1:]
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    out = torch.empty_like(q)
+    places = torch.arange(len(keys), device=q.device)
+    by_head, value_heads = keys.permute(1, 0, 2).unsqueeze(0), values.permute(1, 0, 2).unsqueeze(0)
+    for at in range(0, len(q), _ROWS_AT_ONCE):
+        own = positions[at : at + _ROWS_AT_ONCE]
+        seen = int(own[-1]) + 1
+        some = q[at : at + len(own)].view(len(own), kv_heads, group, dim).permute(1, 2, 0, 3)
+        folded = some.reshape(1, kv_heads, group * len(own), dim)
+        mask = (places[:seen] <= own.unsqueeze(1)).repeat(group, 1)
+        made = torch.nn.functional.scaled_dot_product_attention(
+            folded, by_head[:, :, :seen], value_heads[:, :, :seen], attn_mask=mask
+        )
+        out[at : at + len(own)] = (
+            made.view(kv_heads, group, len(own), dim).permute(2, 0, 1, 3).reshape(len(own), heads, dim)
+        )
+    return out
+
+
+def _deviation(fresh: Tensor, old: Tensor) -> Tensor:
+    """L2 distance of each row, f32 `[rows]`."""
+    apart = (fresh.float() - old.float()).flatten(1)
+    return (apart * apart).sum(dim=1).sqrt()
+
+
+def _chosen(deviation: Tensor, forced: Tensor, count: int) -> Tensor:
+    """Places, ascending, of the `count` rows of the others that deviate most, of those that are forced, and of the
+    last.
+    """
+    picked = forced.clone()
+    picked[-1] = True
+    others = deviation.masked_fill(forced, -1.0)
+    picked[others.topk(min(count, int((~forced).sum()))).indices] = True
+    return picked.nonzero().squeeze(1)

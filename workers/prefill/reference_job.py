@@ -1,0 +1,105 @@
+"""The reference of an order: a similar prompt's KV on its way into the node's pool. Pure; part of a `Job`.
+
+::
+
+    reserving ─ fetching ─ held        a failure of any: lost, and the prompt is computed whole
+
+It is of help and never needed: nothing waits for it before the turn begins, and what goes wrong costs computing.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from halfmoon.schemas.decisions import StartPrefill
+from halfmoon.schemas.similar import Reference
+from halfmoon.schemas.types import KEY_BYTES
+from halfmoon.workers.prefill import actions
+from halfmoon.workers.prefill.actions import Actions, ReferenceSlots
+from halfmoon.workers.prefill.events import (
+    OfReference,
+    ReferenceFetched,
+    ReferenceLayers,
+    ReferenceLost,
+    ReferenceReserved,
+)
+from halfmoon.workers.prefill.stages import JobRules
+
+
+class ReferenceJob:
+    """`layers`: of the model."""
+
+    def __init__(self, order_id: str, reference: Reference, layers: int) -> None:
+        self._order_id, self._reference, self._layers = order_id, reference, layers
+        self._slots: list[int] = []
+        #: Layers up to this one are readable.
+        self._layer = -1
+        self._lost = False
+
+    def reserve(self, tenant: str, out: Actions) -> None:
+        """Slots for it, after those of the prompt itself."""
+        out.append(
+            actions.ReserveReference(
+                order_id=self._order_id, block_keys=self._reference.block_keys, tenant=tenant
+            )
+        )
+
+    def step(self, event: OfReference, out: Actions, *, computing: bool) -> None:
+        """`computing`: whoever computes is told too."""
+        if self._lost:
+            return
+        match event:
+            case ReferenceReserved():
+                self._reserved(event, out)
+            case ReferenceLayers():
+                self._readable(event.layer, out, computing=computing)
+            case ReferenceFetched():
+                self._readable(self._layers - 1, out, computing=computing)
+            case ReferenceLost():
+                self._lost = True
+                if computing:
+                    out.append(actions.FailReference(order_id=self._order_id, reason=event.reason))
+            case _:
+                assert_never(event)
+
+    def slots(self, first_token: int) -> ReferenceSlots | None:
+        """As a computation that begins now is told; None: there is nothing to wait for."""
+        if self._lost or not self._slots:
+            self._lost = True  # what comes of it later comes too late
+            return None
+        return ReferenceSlots(
+            slots=self._slots,
+            first_token=first_token,
+            fetched_layer=self._layer,
+            resemblance=self._reference.resemblance,
+        )
+
+    def _reserved(self, event: ReferenceReserved, out: Actions) -> None:
+        self._slots = event.slots
+        present, blocks = set(event.present), len(self._reference.block_keys) // KEY_BYTES
+        first = next((block for block in range(blocks) if block not in present), blocks)
+        if first == blocks:
+            self._layer = self._layers - 1
+            return
+        out.append(
+            actions.FetchReference(
+                order_id=self._order_id,
+                source_node_id=self._reference.node_id,
+                first_block=first,
+                blocks=blocks - first,
+                replicas=self._reference.replicas,
+            )
+        )
+
+    def _readable(self, layer: int, out: Actions, *, computing: bool) -> None:
+        if layer > self._layer:
+            self._layer = layer
+            if computing:
+                out.append(actions.LoadReference(order_id=self._order_id, layer=layer))
+
+
+def reference_of(order: StartPrefill, rules: JobRules) -> ReferenceJob | None:
+    """That of an order which has one, where there is a pool for it."""
+    if order.reference is None or not rules.has_store:
+        return None
+    return ReferenceJob(order.order_id, order.reference, rules.layout.layers)
