@@ -21,6 +21,7 @@ MACHINES = {
         "events",
         "job",
         "prompt_chunks",
+        "reference_job",
         "stage_job",
         "stages",
         "state",
