@@ -70,12 +70,17 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
     def inside(self, geometry: Geometry) -> bool:
         """Within the pool, and within its layers."""
-        return (
-            0 <= self.slot < geometry.slots
-            and self.first_layer >= 0
-            and 1 <= self.layers <= geometry.layers - self.first_layer
-            and 0 <= 2 * self.fill <= geometry.layer_block_bytes
-        )
+        return is_inside(geometry, self.slot, self.first_layer, self.layers, self.fill)
+
+
+def is_inside(geometry: Geometry, slot: int, first_layer: int, layers: int, fill: int) -> bool:
+    """Whether a run of layers of a slot is within a pool, and within its layers."""
+    return (
+        0 <= slot < geometry.slots
+        and first_layer >= 0
+        and 1 <= layers <= geometry.layers - first_layer
+        and 0 <= 2 * fill <= geometry.layer_block_bytes
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +208,9 @@ def check_items(local: Geometry, remote: Geometry, items: Sequence[Slice]) -> No
     if (local.layers, local.layer_block_bytes) != (remote.layers, remote.layer_block_bytes):
         raise TransferError(f"pools differ: {local} here, {remote} there")
     for item in items:
-        local_slot, remote_slot, *layers = item
-        if not (Run(local_slot, *layers).inside(local) and Run(remote_slot, *layers).inside(remote)):
+        local_slot, remote_slot, first_layer, layers, fill = item
+        here = is_inside(local, local_slot, first_layer, layers, fill)
+        if not here or not 0 <= remote_slot < remote.slots:
             raise TransferError(f"{item} is outside of a pool")
 
 
@@ -224,15 +230,18 @@ def layer_bytes(item: Slice | Run, layer_block_bytes: int) -> int:
 
 def joined(items: Sequence[Slice]) -> list[Slice]:
     """The same layers, those of a block that follow each other as one run."""
+    # Numbers, and no tuple made anew for each layer: a transfer of 64 blocks has some two thousand.
     runs: list[Slice] = []
-    for item in sorted(items):
-        last = runs[-1] if runs else None
-        if last is not None and item == last._replace(
-            first_layer=last.first_layer + last.layers, layers=item.layers
-        ):
-            runs[-1] = last._replace(layers=last.layers + item.layers)
-        else:
-            runs.append(item)
+    local = remote = first = end = fill = -1
+    for local_slot, remote_slot, first_layer, layers, filled in sorted(items):
+        if local_slot == local and remote_slot == remote and first_layer == end and filled == fill:
+            end += layers
+            continue
+        if end > 0:
+            runs.append(Slice(local, remote, first, end - first, fill))
+        local, remote, first, end, fill = local_slot, remote_slot, first_layer, first_layer + layers, filled
+    if end > 0:
+        runs.append(Slice(local, remote, first, end - first, fill))
     return runs
 
 
