@@ -53,7 +53,7 @@ class Driver:
         self._plan = plan
         self._limits = limits
         self._places = asyncio.Semaphore(limits.concurrency) if limits.concurrency else None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         #: By the number of the request whose end they wait for.
         self._followers: dict[int, list[Planned]] = {}
         #: Nothing is sent from then on, by the monotonic clock; 0: not known yet, or no such time.
@@ -77,17 +77,9 @@ class Driver:
     async def _run(self) -> None:
         began_ns = time.monotonic_ns() + LEAD_NS
         for planned in self._in_time():
-            if self._all_sent():
-                break
-            body = self._body(planned)  # before its time has come: making it must not make it late
             due_ns = began_ns + planned.at_ns if planned.at_ns >= 0 else 0
-            if self._until_ns and due_ns >= self._until_ns:
+            if not await self._send(planned, due_ns):
                 break
-            await _sleep_until(due_ns)
-            if self._places is not None and not await self._place():
-                break
-            self._start(self._one(self._record(planned, due_ns), body))
-        # A request that ends may start its followers.
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
@@ -105,20 +97,33 @@ class Driver:
                 self._followers.setdefault(planned.follows, []).append(planned)
         return iter(first)
 
-    def _all_sent(self) -> bool:
-        limits = self._limits
-        return bool(limits.requests) and len(self.records) >= limits.warmup + limits.requests
-
-    def _record(self, planned: Planned, due_ns: int) -> Record:
-        """The one that is sent now. `due_ns` of 0: since a place got free."""
+    async def _send(self, planned: Planned, due_ns: int) -> bool:
+        """At its time, and when there is a place for it. `due_ns` of 0: as soon as there is one. False: nothing more is
+        to be sent then.
+        """
+        if self._all_sent() or (self._until_ns and due_ns >= self._until_ns):
+            return False
+        body = self._body(planned)  # before its time has come: making it must not make it late
+        await _sleep_until(due_ns)
+        if self._places is not None and not await self._place():
+            return False
+        if self._all_sent():  # others were sent while it waited
+            if self._places is not None:
+                self._places.release()
+            return False
         due_ns = due_ns or time.monotonic_ns()
         if self._limits.duration_s and len(self.records) == self._limits.warmup:
             self._until_ns = due_ns + int(self._limits.duration_s * 1e9)
         record = Record(planned=planned, due_ns=due_ns)
         self.records.append(record)
-        return record
+        self._start(self._one(record, body))
+        return True
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _all_sent(self) -> bool:
+        limits = self._limits
+        return bool(limits.requests) and len(self.records) >= limits.warmup + limits.requests
+
+    def _start(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -144,16 +149,7 @@ class Driver:
             if self._places is not None:
                 self._places.release()
         for planned in self._followers.pop(record.planned.number, ()):
-            self._start(self._follow(planned, time.monotonic_ns() + planned.think_ns))
-
-    async def _follow(self, planned: Planned, due_ns: int) -> None:
-        body = self._body(planned)
-        if self._until_ns and due_ns >= self._until_ns:
-            return
-        await _sleep_until(due_ns)
-        if self._all_sent() or (self._places is not None and not await self._place()):
-            return
-        await self._one(self._record(planned, due_ns), body)
+            self._start(self._send(planned, record.ended_ns + planned.think_ns))
 
     def _body(self, planned: Planned) -> dict[str, Any]:
         """Answers are as long as planned, and the likeliest tokens."""
