@@ -145,11 +145,12 @@ def _running(args: argparse.Namespace) -> RunFile | None:
     except RuntimeError:  # a user without a home directory
         return None
     if not args.nats:
-        if run_file.starts(directory):
+        found = run_file.read(directory)
+        if found is None and run_file.is_held(directory):
             raise OptionInvalid(
                 f"--cluster {args.cluster}: it is still starting; `halfmoon up` says when it is ready"
             )
-        return run_file.read(directory)
+        return found
     try:
         return run_file.at(directory.parent, args.nats)
     except ValueError as problem:

@@ -51,8 +51,8 @@ class RunFile:
         return True
 
 
-def starts(directory: Path) -> bool:
-    """Whether the cluster of this state directory is under way, and has no run file yet.
+def is_held(directory: Path) -> bool:
+    """Whether a `halfmoon up` holds the lock of this state directory.
 
     It is read from Linux's list of locks. A process that tried the lock itself would hold it for an instant, and turn
     away a cluster that starts at that instant.
@@ -62,8 +62,7 @@ def starts(directory: Path) -> bool:
         locks = Path("/proc/locks").read_text()
     except OSError:
         return False
-    held = any("FLOCK" in line and f":{file} " in line for line in locks.splitlines())
-    return held and read(directory) is None
+    return any("FLOCK" in line and f":{file} " in line for line in locks.splitlines())
 
 
 def read(directory: Path) -> RunFile | None:

@@ -163,6 +163,7 @@ def simulated(
     arrivals: list[Arrival],
     *,
     speed: float,
+    closed_loop: bool = False,
     cluster: ClusterShape | None = None,
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Any] | None = None,
@@ -183,7 +184,7 @@ def simulated(
     run = RunOptions(
         seed=args.seed,
         speed=speed,
-        closed_loop=getattr(args, "closed_loop", False),
+        closed_loop=closed_loop,
         noise_percent=args.noise_percent,
         cost_times=cost_times(args.cost_times),
         slo=Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns),
@@ -226,7 +227,14 @@ async def run(args: argparse.Namespace) -> int:
     arrivals = arrivals_of(args)
     outcomes: dict[str, Any] = {}
     with bar(len(arrivals), quiet=args.json) as progress, interruptible():
-        report = simulated(args, arrivals, speed=args.speed, progress=progress, outcomes=outcomes)
+        report = simulated(
+            args,
+            arrivals,
+            speed=args.speed,
+            closed_loop=args.closed_loop,
+            progress=progress,
+            outcomes=outcomes,
+        )
     if args.plot:
         from halfmoon.conductor.simulation.plots import plot_run
 
