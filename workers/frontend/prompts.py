@@ -117,7 +117,8 @@ class PromptReader:
         keys = chain_keys(root, token_ids, self._layout.block_tokens)
         sketch = b""
         if ask.similar:
-            self._check_similar(ask)
+            if broken := self._broken_by_similar(ask):
+                raise ApiError(400, f"kv.similar: {broken}", param="kv", code="contradiction")
             sketch = sketch_of(root, token_ids)
         return TokenizedPrompt(packed, len(token_ids), root, keys, max_tokens, sketch)
 
@@ -125,7 +126,7 @@ class PromptReader:
         """`ask` with its tenant's default for KV of similar prompts, where it says nothing and no promise is broken."""
         if ask.similar is not None or not self._similar_tenants.intersection((ask.tenant, ALL_TENANTS)):
             return ask
-        if self._layout.numerics == "exact" or ask.sampling.prompt_logprobs >= 0:
+        if self._broken_by_similar(ask):
             return ask
         return dataclasses.replace(ask, similar=True)
 
@@ -311,17 +312,13 @@ class PromptReader:
             raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
         return ask.max_tokens
 
-    def _check_similar(self, ask: ApiRequest) -> None:
-        """Raises ApiError where KV of a similar prompt would break a promise."""
-        message = ""
+    def _broken_by_similar(self, ask: ApiRequest) -> str:
+        """The promise that KV of a similar prompt would break; "": none."""
         if self._layout.numerics == "exact":
-            message = (
-                "kv.similar: this cluster has exact numerics, in which no answer depends on other prompts"
-            )
-        elif ask.sampling.prompt_logprobs >= 0:
-            message = "kv.similar: log probabilities of a prompt are those of computing all of it"
-        if message:
-            raise ApiError(400, message, param="kv", code="contradiction")
+            return "this cluster has exact numerics, in which no answer depends on other prompts"
+        if ask.sampling.prompt_logprobs >= 0:
+            return "log probabilities of a prompt are those of computing all of it"
+        return ""
 
     def _root_key(self, tenant: str, cache_salt: str) -> bytes:
         return root_key(
