@@ -184,10 +184,10 @@ def matchings(signatures: Signatures, prompt: list[int], reference: list[int]) -
     nothing = torch.zeros(len(prompt), dtype=torch.bool)
     return {
         "runs": runs,
-        "paper": Matching(0, turned, there[turned] != ids),
-        "paper, plain": Matching(0, turned, nothing),
-        "paper, no rotation": Matching(0, plain, nothing),
-        "random": Matching(0, rows, nothing),
+        "paper": Matching(turned, there[turned] != ids),
+        "paper, plain": Matching(turned, nothing),
+        "paper, no rotation": Matching(plain, nothing),
+        "random": Matching(rows, nothing),
         "zeroed": runs,
         "not turned": runs,
     }
@@ -230,7 +230,7 @@ def one_way(
     elif way == "not turned":
         # From its own place, so that the prefill turns by nothing.
         kv = [(k[matching.rows], v[matching.rows]) for k, v in kv]
-        matching = Matching(0, torch.arange(len(prompt)), matching.forced)
+        matching = Matching(torch.arange(len(prompt)), matching.forced)
     made = SelectivePrefill(bench.engine, prompt, 0, PROMPT, matching=matching).run(kv.__getitem__)
     assert made is not None
     got = bench.following(made.logits, len(prompt), follow)

@@ -248,10 +248,10 @@ def test_an_edited_prompt_is_near_to_a_whole_prefill_and_the_controls_are_not(
         kv = cached(engine, REFERENCE, len(original))
         runs = match_runs(prompt, 0, original)
         any_rows = torch.tensor([draw.randrange(len(original)) for _ in prompt])
-        in_place = Matching(0, torch.arange(len(prompt)), runs.forced)
+        in_place = Matching(torch.arange(len(prompt)), runs.forced)
         ways: dict[str, tuple[Read, Matching]] = {
             "runs": (kv.__getitem__, runs),
-            "any": (kv.__getitem__, Matching(0, any_rows, runs.forced)),
+            "any": (kv.__getitem__, Matching(any_rows, runs.forced)),
             "zeros": (lambda i, kv=kv: tuple(map(torch.zeros_like, kv[i])), runs),
             "unturned": (lambda i, kv=kv, runs=runs: tuple(each[runs.rows] for each in kv[i]), in_place),
         }
@@ -278,7 +278,7 @@ def test_all_rows_computed_is_a_prefill(engine: Engine, words: list[int]) -> Non
     """With a reference that has nothing to do with it."""
     prompt = words[:TOKENS]
     rows = torch.zeros(TOKENS, dtype=torch.int64)
-    matching = Matching(0, rows, torch.ones(TOKENS, dtype=torch.bool))
+    matching = Matching(rows, torch.ones(TOKENS, dtype=torch.bool))
     made = stand_in(engine, prompt, words[900:1_000], matching=matching)
     assert made.computed == [TOKENS] * engine.config.layers
     torch.testing.assert_close(made.logits, prefilled(engine, prompt, PROMPT), atol=2e-3, rtol=1e-3)

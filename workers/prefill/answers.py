@@ -9,6 +9,7 @@ from halfmoon.schemas.events import PrefillFailed, PrefillFinished
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.similar import SimilarReuse
+from halfmoon.workers.prefill.actions import EndOrder
 from halfmoon.workers.prefill.stages import REASON_CHARACTERS_MAX, JobRules
 
 
@@ -30,6 +31,8 @@ class Computed(Protocol):
     fetch_ns: int
     stages: list[LayerStage]
     kept: bool
+    cancelled: bool
+    result: PrefillResult | None
     similar: SimilarReuse | None
 
 
@@ -86,4 +89,17 @@ def failed_of(job: Computed, reason: str, *, retryable: bool, stage_id: str) -> 
         reason=reason[:REASON_CHARACTERS_MAX],
         retryable=retryable,
         stage_id=stage_id,
+    )
+
+
+def end_of(job: Computed, error: str) -> EndOrder:
+    """The last action of the order. `error`: "" where it has a result."""
+    return EndOrder(
+        order_id=job.order.order_id,
+        arrived_ns=job.arrived_ns,
+        cancelled=job.cancelled,
+        error=error,
+        result=None if error else job.result,
+        cached_local_tokens=cached_here(job),
+        cached_fetched_tokens=job.fetched_blocks * job.rules.layout.block_tokens,
     )

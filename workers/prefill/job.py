@@ -31,7 +31,7 @@ from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.machines import Report, TakeTokens, TokensTaken, refusal
 from halfmoon.workers.prefill import actions
 from halfmoon.workers.prefill.actions import Actions
-from halfmoon.workers.prefill.answers import cached_here, failed_of, finished_of, result_of
+from halfmoon.workers.prefill.answers import end_of, failed_of, finished_of, result_of
 from halfmoon.workers.prefill.events import (
     BlocksFetched,
     ChunkStored,
@@ -95,7 +95,8 @@ class Job:
         self.fetched_layer = -1
         #: Layers of a wrong fetch may have been pushed, and a decode worker does not copy a layer twice.
         self.pushed_wrong = False
-        self.fetched_bytes = self.fetch_ns = 0
+        self.fetched_bytes = 0
+        self.fetch_ns = 0
         self.started_ns = 0
         self.compute_ns = self.stage_wait_ns = 0
         self.kept = False
@@ -330,8 +331,10 @@ class Job:
         if not self.paused:
             return
         self.paused = False
-        again = self._open_put if self.stage is PrefillStage.OPENING_PUT else self._open_push
-        again(out)
+        if self.stage is PrefillStage.OPENING_PUT:
+            self._open_put(out)
+        else:
+            self._open_push(out)
 
     # --- computing ------------------------------------------------------------------------------------------
 
@@ -487,14 +490,4 @@ class Job:
 
     def _end(self, error: str, out: Actions) -> None:
         self.stage, self.paused, self.fetching = PrefillStage.ENDED, False, False
-        out.append(
-            actions.EndOrder(
-                order_id=self.order_id,
-                arrived_ns=self.arrived_ns,
-                cancelled=self.cancelled,
-                error=error,
-                result=None if error else self.result,
-                cached_local_tokens=cached_here(self),
-                cached_fetched_tokens=self.fetched_blocks * self.rules.layout.block_tokens,
-            )
-        )
+        out.append(end_of(self, error))

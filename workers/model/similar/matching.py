@@ -30,9 +30,8 @@ _ROWS_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """One entry for each of a prompt's tokens from `start` on."""
+    """One entry for each of the prompt's tokens that are matched."""
 
-    start: int
     #: Position in the reference of the token whose KV stands in, int64; where nothing does, 0.
     rows: Tensor
     #: True where nothing stands in: the token is computed in every layer.
@@ -42,6 +41,10 @@ class Matching:
     def found(self) -> int:
         """Tokens that something stands in for."""
         return int((~self.forced).sum())
+
+    def on(self, device: torch.device) -> Matching:
+        """The same in the memory of `device`."""
+        return Matching(self.rows.to(device), self.forced.to(device))
 
 
 def match_runs(prompt: Sequence[int], start: int, reference: Sequence[int]) -> Matching:
@@ -69,7 +72,7 @@ def match_runs(prompt: Sequence[int], start: int, reference: Sequence[int]) -> M
             rows[at - start + step], forced[at - start + step] = place + step, False
         offset = place - at if length else offset
         at += length or 1
-    return Matching(start, torch.tensor(rows, dtype=torch.int64), torch.tensor(forced))
+    return Matching(torch.tensor(rows, dtype=torch.int64), torch.tensor(forced))
 
 
 def _run_length(prompt: Sequence[int], at: int, reference: Sequence[int], place: int) -> int:

@@ -97,7 +97,7 @@ class SelectivePrefill:
         every = self._slots(torch.arange(len(self._token_ids), device=model.device))
         x = model.embed(torch.tensor(self._token_ids[self._start :], device=model.device))
         rows = torch.arange(len(self._positions), device=model.device)
-        matching, computed = self._matching, []
+        matching, found, computed = self._matching, 0, []
         for i, layer in enumerate(model.layers):
             if hooks.should_stop is not None and hooks.should_stop():
                 return None
@@ -106,7 +106,8 @@ class SelectivePrefill:
                 hooks.before_layer(i)
             if i == 0:
                 self._store(i, slots, k, v)
-                matching = matching or self._match(v, reference(0)[1])
+                matching = (matching or self._match(v, reference(0)[1])).on(model.device)
+                found = matching.found
                 attended = self._attend_all(q, k, v)
             else:
                 assert matching is not None
@@ -115,8 +116,8 @@ class SelectivePrefill:
                 self._store(i, slots[rows], k, v)
                 kept = _chosen(
                     _deviation(k, old_k[rows]) + _deviation(v, old_v[rows]),
-                    matching.forced.to(model.device)[rows],
-                    self._schedule.rows(i, matching.found),
+                    matching.forced[rows],
+                    self._schedule.rows(i, found),
                 )
                 rows, q, x = rows[kept], q[kept], x[kept]
                 keys, values = (cache[i].flatten(0, 1)[every] for cache in (self._cache.k, self._cache.v))
@@ -127,8 +128,7 @@ class SelectivePrefill:
                 hooks.after_layer(i)
             computed.append(len(rows))
             x = layer.finish(x, attended.reshape(len(rows), -1))
-        assert matching is not None
-        return SelectiveResult(model.logits(x[-1:])[0], matching.found, computed)
+        return SelectiveResult(model.logits(x[-1:])[0], found, computed)
 
     def _match(self, values: Tensor, reference_values: Tensor) -> Matching:
         prompt = self._token_ids
@@ -151,8 +151,8 @@ class SelectivePrefill:
 
     def _standing_in(self, layer: tuple[Tensor, Tensor], matching: Matching) -> tuple[Tensor, Tensor]:
         k, v = layer
-        rows = matching.rows.to(k.device)
         self._model.rotary.reach(len(k))
+        rows = matching.rows
         return turned(self._model.rotary, k[rows], self._positions - rows), v[rows]
 
     def _slots(self, positions: Tensor) -> Tensor:
