@@ -68,6 +68,8 @@ class Attached(Message, frozen=True):
     transfer_ns_max: Ns
     #: It publishes the tokens of blocks: `OpenPut.token_ids`.
     wants_tokens: bool = False
+    #: A `push` may be published. Pushes with a number are told apart, and `close_push` says when some were lost.
+    hears_pushes: bool = False
 
 
 class OpenPut(Message, frozen=True):
@@ -157,10 +159,12 @@ class PushLayer(Part, frozen=True):
     layer: Layers
     first_block: Blocks
     blocks: Blocks
+    #: Of the order's pushes, from 1 on: one that comes again is passed over. 0: the worker does not number them.
+    number: Count = 0
 
 
 class PushLayers(Message, frozen=True):
-    """Verb `push`; nobody waits for the answer, which says that it was heard."""
+    """Verb `push`, published. Asked by a worker that does not number its pushes, it is answered once it is heard."""
 
     worker_id: Id
     pushes: list[PushLayer]
@@ -173,13 +177,18 @@ class ClosePush(Message, frozen=True):
     worker_id: Id
     pushes: Count
     traceparent: str = ""
+    #: They were published before this was asked: those that have not come were lost.
+    published: bool = False
 
 
 class Pushed(Message, frozen=True):
-    """`elapsed_ns`: spent moving, not from open to close."""
+    """`elapsed_ns`: spent moving, not from open to close. With `lost` nothing is closed: so many of the pushes have not
+    come, and the worker publishes all of them again.
+    """
 
     bytes: Bytes
     elapsed_ns: Ns
+    lost: Count = 0
 
 
 class KeepOrders(Message, frozen=True):

@@ -89,6 +89,7 @@ class Push:
         self._last, filled = divmod(opened.tokens, config.layout.block_tokens)
         takes_part = target is not None and target.reserved.takes_part
         self._fill = filled * config.layout.token_layer_bytes // 2 if takes_part else 0
+        self._numbers: set[int] = set()
         self._received = self._done = self._bytes = self._elapsed_ns = 0
         self._writable_until_ns = time.monotonic_ns() + (target.reserved.lease_ttl_ns if target else 0)
         self._tasks: list[asyncio.Task[None]] = []
@@ -109,12 +110,20 @@ class Push:
             self._tasks.append(asyncio.create_task(self._renew(self._target)))
 
     def push(self, layer: PushLayer) -> None:
-        """Queues it. What comes after the end changes nothing."""
+        """Queues it. What comes after the end, or for a second time, changes nothing."""
+        if layer.number:
+            if layer.number in self._numbers:
+                return
+            self._numbers.add(layer.number)
         self._received += 1
         if self.failure is None and not self.finished:
             self._queue.append(layer)
             self._wake.set()
             self._progress.set()
+
+    def lost(self, pushes: int) -> int:
+        """How many of `pushes`, which were all published, have not come. None is missed when the push has failed."""
+        return max(0, pushes - self._received) if self.failure is None else 0
 
     async def close(self, pushes: int) -> Pushed:
         """Waits until `pushes` of them are readable at the target, and commits there. Raises what made it

@@ -40,6 +40,7 @@ class WorkerService:
             lease_ttl_ns=self._context.config.lease_ttl_ns,
             transfer_ns_max=self._context.config.transfer_ns_max,
             wants_tokens=self._context.kv_events.wants_tokens,
+            hears_pushes=True,
         )
 
     async def open_put(self, request: messages.OpenPut) -> messages.PutOpened:
@@ -88,7 +89,7 @@ class WorkerService:
         return messages.Done()
 
     def push(self, request: messages.PushLayers) -> messages.Done:
-        """Answered as soon as it is heard; `close_push` says how it went, and finds out when one was lost."""
+        """The answer is for who asked. `close_push` says how it went, and whether one was lost."""
         for layer in request.pushes:
             owner = Owner(layer.order_id, request.worker_id)
             running = self._context.orders.push_of(owner)
@@ -115,6 +116,9 @@ class WorkerService:
         if running is None:
             raise OrderUnknown(f"order {request.order_id} has no push here")
         self._guard.hold(owner)
+        if request.published and (lost := running.lost(request.pushes)):
+            self._context.counters["pushes_lost"] += lost
+            return messages.Pushed(bytes=0, elapsed_ns=0, lost=lost)
         pushed = await running.close(request.pushes)
         if running.opened.target_node_id == self._context.config.node_id:
             await self._context.commit(owner, 0, len(self._guard.hold(owner).slots))
