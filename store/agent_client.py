@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from msgspec.structs import replace
 from nats.errors import Error as NatsError
 
 from halfmoon.bus import errors as bus_errors
@@ -121,7 +122,7 @@ class AgentClient:
         if self._attached is None or self._attached.incarnation != attached.incarnation:
             await self._map(attached)
         request = messages.Attach(
-            worker_id=self._worker_id, mapped=attached.incarnation, process=self._process
+            worker_id=self._worker_id, mapped=attached.incarnation, process=self._process, hears_runs=True
         )
         await self._bus.request(subject, request, messages.Attached, timeout_s=2.0)
         return self.view
@@ -283,28 +284,30 @@ class AgentClient:
         )
         await self.ask("open_push", request, messages.Done, long=True)
 
-    def push(self, order_id: str, *, layer: int, first_block: int, blocks: int) -> None:
-        """Layer `layer` of these blocks is written here: send it on. Returns at once; from any thread."""
+    def push(self, order_id: str, *, layer: int, first_block: int, blocks: int, layers: int = 1) -> None:
+        """Layers `layer .. layer + layers - 1` of these blocks are written here: send them on. Returns at once; from
+        any thread.
+        """
+        push = messages.PushLayer(
+            order_id=order_id, layer=layer, layers=layers, first_block=first_block, blocks=blocks
+        )
         assert self._loop is not None, "attach first"
         if threading.get_ident() == self._loop_thread:
-            self._push(order_id, layer, first_block, blocks)
+            self._push(push)
         else:
-            self._loop.call_soon_threadsafe(self._push, order_id, layer, first_block, blocks)
+            self._loop.call_soon_threadsafe(self._push, push)
 
-    def _push(self, order_id: str, layer: int, first_block: int, blocks: int) -> None:
-        pushes = self._pushes.get(order_id)
+    def _push(self, push: messages.PushLayer) -> None:
+        pushes = self._pushes.get(push.order_id)
         if pushes is None:
             return  # released: the agent would pass over it
-        self._orders[order_id] = time.monotonic()
-        push = messages.PushLayer(
-            order_id=order_id,
-            layer=layer,
-            first_block=first_block,
-            blocks=blocks,
-            number=len(pushes) + 1 if self._publishes else 0,
-        )
-        pushes.append(push)
-        self._outbox.append(push)
+        self._orders[push.order_id] = time.monotonic()
+        if self._publishes:
+            parts = [replace(push, number=len(pushes) + 1)]
+        else:  # an older agent knows neither numbers nor runs
+            parts = [replace(push, layer=push.layer + i, layers=1) for i in range(push.layers)]
+        pushes += parts
+        self._outbox += parts
         if not self._gathering:
             self._gathering = True
             asyncio.get_running_loop().call_soon(self._send)

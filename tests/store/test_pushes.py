@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from nats.aio.client import Client
-from store_harness import Cluster, keys, until
+from store_harness import Cluster, keys, layers_told, until
 from test_agent import fill, same
 from test_failures import empty, tell
 
@@ -70,6 +70,16 @@ def older_agents(patch: pytest.MonkeyPatch) -> None:
 
     async def attach_as_before(self: WorkerService, request: Attach) -> Attached:
         return msgspec.structs.replace(await attach(self, request), hears_pushes=False)
+
+    patch.setattr(WorkerService, "attach", attach_as_before)
+
+
+def older_workers(patch: pytest.MonkeyPatch) -> None:
+    """Workers say nothing of what agents of an earlier version do not know."""
+    attach = WorkerService.attach
+
+    async def attach_as_before(self: WorkerService, request: Attach) -> Attached:
+        return await attach(self, msgspec.structs.replace(request, hears_runs=False))
 
     patch.setattr(WorkerService, "attach", attach_as_before)
 
@@ -139,8 +149,8 @@ def test_pushes_that_are_lost_are_found_at_the_close_and_published_again(
         assert (await one.status()).counters["pushes_lost"] == known + again
         place: Any = here.heard["w2"][0]
         assert same(two, place.slots, 3)
-        ready = [message.layer for message in here.heard["w2"] if isinstance(message, KvReady)]
-        assert sorted(ready) == list(range(LAYERS))
+        await until(lambda: len(layers_told(here.heard["w2"])) >= LAYERS)
+        assert sorted(layers_told(here.heard["w2"])) == [(layer, 3 * 8192) for layer in range(LAYERS)]
         await released(here, one, two)
 
     tell(nats_url, story)
@@ -160,5 +170,42 @@ def test_pushes_that_are_lost_again_and_again_end_the_push(
         await one.release("o1")
         await until(lambda: any(isinstance(message, TransferFailed) for message in here.heard["w2"]))
         await released(here, two)
+
+    tell(nats_url, story)
+
+
+@pytest.mark.parametrize("older", ["", "an agent that is older", "a decode worker that is older"])
+@pytest.mark.parametrize("target", ["n1", "n2"])
+def test_layers_that_queue_up_are_moved_and_told_of_together(
+    nats_url: str, older: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "agent" in older:
+        older_agents(monkeypatch)
+    elif older:
+        older_workers(monkeypatch)
+
+    async def story(here: Cluster) -> None:
+        await here.agent("n1")
+        await here.agent("n2")
+        one, two = await here.client("n1", "w1"), await here.client(target, "w2")
+        put = await one.open_put("o1", keys(1, 2), blocks=3)
+        fill(one, put.slots, 3)
+        await one.open_push("o1", "r1", target_node_id=target, decode_worker_id="w2")
+        one.push("o1", layer=0, layers=2, first_block=0, blocks=3)
+        one.push("o1", layer=2, layers=1, first_block=0, blocks=3)
+        one.push("o1", layer=3, layers=1, first_block=0, blocks=2)
+        one.push("o1", layer=3, layers=1, first_block=2, blocks=1)
+        moved = 0 if target == "n1" else 8192
+        assert (await one.close_push("o1")).bytes == 3 * LAYERS * moved
+        runs = [(0, 3, 0, 3), (3, 1, 0, 2), (3, 1, 2, 1)]
+        if "worker" in older:
+            runs = [(0, 1, 0, 3), (1, 1, 0, 3), (2, 1, 0, 3), *runs[1:]]
+        await until(lambda: len(here.heard["w2"]) == 1 + len(runs))
+        place, *told = here.heard["w2"]
+        assert same(two, place.slots, 3)  # type: ignore[union-attr]
+        ready = [message for message in told if isinstance(message, KvReady)]
+        assert [(m.layer, m.layers, m.first_block, m.blocks) for m in ready] == runs
+        assert [m.moved_bytes for m in ready] == [layers * blocks * moved for _, layers, _, blocks in runs]
+        await released(here, one, two)
 
     tell(nats_url, story)

@@ -30,7 +30,7 @@ class WorkerService:
         me = self._context.hello()
         await self._processes.worker_seen(request.worker_id, request.process)
         if request.mapped == self._context.incarnation:
-            self._processes.attach(request.worker_id)
+            self._processes.attach(request.worker_id, hears_runs=request.hears_runs)
         return messages.Attached(
             node_id=me.node_id,
             incarnation=me.incarnation,
@@ -85,7 +85,8 @@ class WorkerService:
             raise ValueError(f"order {request.order_id} pushes already")
         if request.target_node_id == self._context.config.node_id:
             self._processes.require_attached(request.decode_worker_id)
-        await self._context.orders.run(owner, open_push(self._context, owner, request))
+        hears_runs = request.decode_worker_id in self._processes.hear_runs
+        await self._context.orders.run(owner, open_push(self._context, owner, request, hears_runs=hears_runs))
         return messages.Done()
 
     def push(self, request: messages.PushLayers) -> messages.Done:
