@@ -447,13 +447,27 @@ class Bus:
             raise PeerError("invalid_reply", str(problem)) from None
 
     async def serve(
-        self, subject: str, kind: Any, handler: Answerer, *, queue: str = "", author: str = ""
+        self,
+        subject: str,
+        kind: Any,
+        handler: Answerer,
+        *,
+        queue: str = "",
+        author: str = "",
+        published: bool = False,
     ) -> Subscription:
         """Answer requests. `handler` answers at once, or is a coroutine function: then each runs as a task.
-        It is called once for each request, however often that comes. `author`: as of `subscribe`.
+        It is called once for each request, however often that comes. `author`: as of `subscribe`. `published`: what
+        is published there is heard too, and not answered; then `handler` is no coroutine function.
         """
         responder = Responder(
-            self.nc, kind, handler, spawn=self._spawn, invalid=self._count_invalid, author=author
+            self.nc,
+            kind,
+            handler,
+            spawn=self._spawn,
+            invalid=self._count_invalid,
+            author=author,
+            published=published,
         )
         return await self.nc.subscribe_raw(subject, responder.receive, queue=queue)
 

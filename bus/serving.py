@@ -1,7 +1,8 @@
 """Serves each request exactly once; a repeat gets the cached reply.
 
 A repeat is known by its reply subject: an inbox of its own for each request (`halfmoon.bus.requests`). A request whose
-reply subject is no inbox is dropped: nobody would hear the answer, or a process that did not ask.
+reply subject is no inbox is dropped: nobody would hear the answer, or a process that did not ask. A message with no
+reply subject was published: it is heard where that is allowed, and not answered.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Responder:
     """One served subject; `receive` is for `DirectClient.subscribe_raw`.
 
     `spawn` runs the coroutine of an asynchronous handler, as a task; `invalid` is called for a message that is no
-    `kind`, or names in the field `author` another process than its subject ends with.
+    `kind`, or names in the field `author` another process than its subject ends with. `published`: a message with no
+    reply subject is for the handler too, which then is no coroutine function.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class Responder:
         spawn: Callable[[Awaitable[None]], None],
         invalid: Callable[[], None],
         author: str = "",
+        published: bool = False,
     ) -> None:
         self._author = author
+        self._published = published
         self._nc = nc
         self._kind = kind
         self._handler = handler
@@ -84,17 +88,17 @@ class Responder:
     def receive(self, subject: bytes, reply: bytes, payload: bytes, _: bytes | None) -> None:
         inbox = reply_subject(reply)
         if not inbox:
-            self._invalid()
+            if reply or not self._published:
+                self._invalid()
+            else:
+                self._hear(subject, payload)
             return
         if not self._replies.begin(inbox):
             if (known := self._replies.answer(inbox)) is not None:
                 self._nc.send(inbox, known)
             return
         try:
-            question = decode(payload, self._kind)
-            if self._author and not names_itself(subject.decode(), question, self._author):
-                raise MessageInvalid(f"{self._author}: asked on the subject of another process")
-            result = self._handler(question)
+            result = self._handler(self._question(subject, payload))
         except MessageInvalid as problem:
             self._invalid()
             self._answer(inbox, ProcessError(code="invalid_request", message=str(problem)[:500]))
@@ -105,6 +109,18 @@ class Responder:
                 self._spawn(self._answer_later(inbox, result))
             else:
                 self._answer(inbox, result)
+
+    def _hear(self, subject: bytes, payload: bytes) -> None:
+        try:
+            self._handler(self._question(subject, payload))
+        except (MessageInvalid, PeerError):
+            self._invalid()
+
+    def _question(self, subject: bytes, payload: bytes) -> Any:
+        question = decode(payload, self._kind)
+        if self._author and not names_itself(subject.decode(), question, self._author):
+            raise MessageInvalid(f"{self._author}: asked on the subject of another process")
+        return question
 
     async def _answer_later(self, inbox: str, result: Awaitable[Message]) -> None:
         try:

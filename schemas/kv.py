@@ -13,7 +13,7 @@ from typing import get_args
 
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.similar import SimilarReuse
-from halfmoon.schemas.types import Blocks, Bytes, Count, Id, Message, Ns, Text, Tokens
+from halfmoon.schemas.types import Blocks, Bytes, Count, Id, LayersOfRun, Message, Ns, Text, Tokens
 
 
 class TransferOpened(Message, frozen=True):
@@ -29,7 +29,9 @@ class TransferOpened(Message, frozen=True):
 
 
 class KvReady(Message, frozen=True):
-    """Layer `layer` of blocks `first_block .. first_block + blocks - 1` is readable in the decode node's pool."""
+    """Layers `layer .. layer + layers - 1` of blocks `first_block .. first_block + blocks - 1` are readable in the
+    decode node's pool. `moved_bytes`: of all of them.
+    """
 
     order_id: Id
     request_id: Id
@@ -37,6 +39,8 @@ class KvReady(Message, frozen=True):
     first_block: Blocks
     blocks: Blocks
     moved_bytes: Bytes = 0
+    #: More than one only for workers that say that they understand it (`Attach.hears_runs`).
+    layers: LayersOfRun = 1
 
 
 class KvLoaded(Message, frozen=True):

@@ -19,6 +19,8 @@ from halfmoon.schemas.types import (
     Bytes,
     Count,
     Id,
+    Layers,
+    LayersOfRun,
     Message,
     Ns,
     PackedTokens,
@@ -28,7 +30,6 @@ from halfmoon.schemas.types import (
 )
 
 Slots = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=BLOCKS_MAX)]
-Layers = Annotated[int, Meta(ge=0, le=10_000)]
 Tenant = Annotated[str, Meta(max_length=128)]
 #: A tenant as pools and their files know it (`halfmoon.store.pool.slots.tenant_mark`).
 Mark = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?$(?!\n)")]
@@ -64,6 +65,8 @@ class Attach(Message, frozen=True):
     mapped: str = ""
     #: Differs between two processes that bear the same name, one after the other.
     process: str = ""
+    #: It understands `KvReady.layers`.
+    hears_runs: bool = False
 
 
 class Attached(Message, frozen=True):
@@ -80,6 +83,9 @@ class Attached(Message, frozen=True):
     transfer_ns_max: Ns
     #: It publishes the tokens of blocks: `OpenPut.token_ids`.
     wants_tokens: bool = False
+    #: A `push` may be published, and may be of several layers. Pushes with a number are told apart, and `close_push`
+    #: says when some were lost.
+    hears_pushes: bool = False
 
 
 class OpenPut(Message, frozen=True):
@@ -163,16 +169,19 @@ class OpenPush(Message, frozen=True):
 
 
 class PushLayer(Part, frozen=True):
-    """Layer `layer` of these blocks is written here: move it."""
+    """Layers `layer .. layer + layers - 1` of these blocks are written here: move them."""
 
     order_id: Id
     layer: Layers
     first_block: Blocks
     blocks: Blocks
+    #: Of the order's pushes, from 1 on: one that comes again is passed over. 0: the worker does not number them.
+    number: Count = 0
+    layers: LayersOfRun = 1
 
 
 class PushLayers(Message, frozen=True):
-    """Verb `push`; nobody waits for the answer, which is a receipt."""
+    """Verb `push`, published. Asked by a worker that does not number its pushes, it is answered once it is heard."""
 
     worker_id: Id
     pushes: list[PushLayer]
@@ -185,13 +194,18 @@ class ClosePush(Message, frozen=True):
     worker_id: Id
     pushes: Count
     traceparent: str = ""
+    #: They were published before this was asked: those that have not come were lost.
+    published: bool = False
 
 
 class Pushed(Message, frozen=True):
-    """`elapsed_ns`: spent moving, not from open to close."""
+    """`elapsed_ns`: spent moving, not from open to close. With `lost` nothing is closed: so many of the pushes have not
+    come, and the worker publishes all of them again.
+    """
 
     bytes: Bytes
     elapsed_ns: Ns
+    lost: Count = 0
 
 
 class KeepOrders(Message, frozen=True):
@@ -392,6 +406,8 @@ class Reserved(Message, frozen=True):
     present: Slots = []
     #: A block that is filled in part may be written in part.
     takes_part: bool = False
+    #: The decode worker understands `KvReady.layers`.
+    hears_runs: bool = False
 
 
 class RenewBlocks(Message, frozen=True):

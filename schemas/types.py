@@ -25,6 +25,8 @@ Bytes = Annotated[int, Meta(ge=0, le=INT_MAX, description="bytes")]
 Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1, description="tokens")]
 Blocks = Annotated[int, Meta(ge=0, le=2**31 - 1, description="blocks")]
 Count = Annotated[int, Meta(ge=0, le=INT_MAX)]
+Layers = Annotated[int, Meta(ge=0, le=10_000)]
+LayersOfRun = Annotated[int, Meta(ge=1, le=10_000)]
 KvHeads = Annotated[int, Meta(ge=0, le=100_000, description="KV heads")]
 Seq = Annotated[int, Meta(ge=0, le=INT_MAX, description="sequence number in the EVENTS stream")]
 

@@ -1,7 +1,8 @@
 """A worker's connection to the store agent of its node.
 
-Pushes are gathered while the event loop is busy, and their answers are not waited for, so that the thirty layers of a
-chunk cost the worker next to nothing; `close_push` sends their number, so that a lost one is found. Everything else is
+Pushes are gathered while the event loop is busy and published, so that the thirty layers of a chunk cost the worker
+next to nothing. `close_push` says how many there were; when some were lost, all are published again, and the agent
+passes over those that it has. The memory for that is bounded by an order's layers and chunks. Everything else is
 waited for, and watched: when the agent dies in the middle (its lock on the segment goes), the call ends within half a
 second with AgentUnreachable.
 """
@@ -14,10 +15,11 @@ import math
 import threading
 import time
 import uuid
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from msgspec.structs import replace
 from nats.errors import Error as NatsError
 
 from halfmoon.bus import errors as bus_errors
@@ -26,7 +28,14 @@ from halfmoon.schemas import store as messages
 from halfmoon.schemas import subjects
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.types import KEY_BYTES, Message
-from halfmoon.store.errors import AgentUnreachable, BlockMissing, LeaseLost, NotAttached, from_code
+from halfmoon.store.errors import (
+    AgentUnreachable,
+    BlockMissing,
+    LeaseLost,
+    NotAttached,
+    TransferError,
+    from_code,
+)
 from halfmoon.store.pool.segment import Geometry, PoolView, SegmentError
 
 M = TypeVar("M")
@@ -35,6 +44,8 @@ ASK_S = 5.0
 WATCH_S = 0.25
 #: An order is kept alive for this long after its last activity: one that is idle for longer was forgotten.
 KEEP_S = 600.0
+#: An order's pushes are published so often before they count as lost.
+PUSH_TRIES = 4
 #: A push message stays far below the bus's limit.
 PUSHES_PER_MESSAGE = 256
 
@@ -58,7 +69,8 @@ class AgentClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._outbox: deque[messages.PushLayer] = deque()
-        self._pushes: Counter[str] = Counter()
+        #: All pushes of each open order.
+        self._pushes: dict[str, list[messages.PushLayer]] = {}
         #: Open orders, and when something was last done for each.
         self._orders: dict[str, float] = {}
         #: The agent's answer for each open order: its slots.
@@ -110,7 +122,7 @@ class AgentClient:
         if self._attached is None or self._attached.incarnation != attached.incarnation:
             await self._map(attached)
         request = messages.Attach(
-            worker_id=self._worker_id, mapped=attached.incarnation, process=self._process
+            worker_id=self._worker_id, mapped=attached.incarnation, process=self._process, hears_runs=True
         )
         await self._bus.request(subject, request, messages.Attached, timeout_s=2.0)
         return self.view
@@ -190,7 +202,7 @@ class AgentClient:
             opened = await self.ask("open_put", request, messages.PutOpened)
         self._orders[order_id] = time.monotonic()
         self._opened[order_id] = opened
-        self._pushes[order_id] = 0
+        self._pushes[order_id] = []
         return opened
 
     def _wanted_tokens(self, block_keys: bytes, token_ids: bytes) -> bytes:
@@ -272,24 +284,30 @@ class AgentClient:
         )
         await self.ask("open_push", request, messages.Done, long=True)
 
-    def push(self, order_id: str, *, layer: int, first_block: int, blocks: int) -> None:
-        """Layer `layer` of these blocks is written here: send it on. Returns at once; from any thread."""
+    def push(self, order_id: str, *, layer: int, first_block: int, blocks: int, layers: int = 1) -> None:
+        """Layers `layer .. layer + layers - 1` of these blocks are written here: send them on. Returns at once; from
+        any thread.
+        """
+        push = messages.PushLayer(
+            order_id=order_id, layer=layer, layers=layers, first_block=first_block, blocks=blocks
+        )
         assert self._loop is not None, "attach first"
         if threading.get_ident() == self._loop_thread:
-            self._push(
-                messages.PushLayer(order_id=order_id, layer=layer, first_block=first_block, blocks=blocks)
-            )
+            self._push(push)
         else:
-            layer_push = messages.PushLayer(
-                order_id=order_id, layer=layer, first_block=first_block, blocks=blocks
-            )
-            self._loop.call_soon_threadsafe(self._push, layer_push)
+            self._loop.call_soon_threadsafe(self._push, push)
 
-    def _push(self, layer_push: messages.PushLayer) -> None:
-        self._pushes[layer_push.order_id] += 1
-        if layer_push.order_id in self._orders:
-            self._orders[layer_push.order_id] = time.monotonic()
-        self._outbox.append(layer_push)
+    def _push(self, push: messages.PushLayer) -> None:
+        pushes = self._pushes.get(push.order_id)
+        if pushes is None:
+            return  # released: the agent would pass over it
+        self._orders[push.order_id] = time.monotonic()
+        if self._publishes:
+            parts = [replace(push, number=len(pushes) + 1)]
+        else:  # an older agent knows neither numbers nor runs
+            parts = [replace(push, layer=push.layer + i, layers=1) for i in range(push.layers)]
+        pushes += parts
+        self._outbox += parts
         if not self._gathering:
             self._gathering = True
             asyncio.get_running_loop().call_soon(self._send)
@@ -298,25 +316,45 @@ class AgentClient:
         self._gathering = False
         while self._outbox:
             some = [self._outbox.popleft() for _ in range(min(len(self._outbox), PUSHES_PER_MESSAGE))]
-            sending = asyncio.ensure_future(self._send_some(some))
+            message = messages.PushLayers(worker_id=self._worker_id, pushes=some)
+            if self._publishes:
+                # While the connection is away it is lost, and found so by close_push.
+                self._bus.publish_soon(subjects.store(self._node_id, "push"), message)
+                continue
+            sending = asyncio.ensure_future(self._ask_to_push(message))
             self._sending.add(sending)
             sending.add_done_callback(self._sending.discard)
 
-    async def _send_some(self, pushes: list[messages.PushLayer]) -> None:
-        message = messages.PushLayers(worker_id=self._worker_id, pushes=pushes)
+    @property
+    def _publishes(self) -> bool:
+        """An older agent is asked to push, and asked again until it answers."""
+        return self._attached is not None and self._attached.hears_pushes
+
+    async def _ask_to_push(self, message: messages.PushLayers) -> None:
         with contextlib.suppress(bus_errors.BusError):  # a lost push is found by close_push
             await self._ask("push", message, messages.Done, self._long_s())
 
     async def close_push(self, order_id: str, *, traceparent: str = "") -> messages.Pushed:
         """Returns when everything pushed is readable at the target and committed there. Raises the push's failure."""
         await asyncio.sleep(0)  # pushes from other threads come first
+        pushes = self._pushes.get(order_id, [])
         request = messages.ClosePush(
             order_id=order_id,
             worker_id=self._worker_id,
-            pushes=self._pushes[order_id],
+            pushes=len(pushes),
             traceparent=traceparent,
+            published=self._publishes,
         )
-        return await self.ask("close_push", request, messages.Pushed, long=True)
+        pushed = await self.ask("close_push", request, messages.Pushed, long=True)
+        for _ in range(PUSH_TRIES - 1):
+            if not pushed.lost:
+                return pushed
+            self._outbox.extend(pushes)
+            self._send()
+            pushed = await self.ask("close_push", request, messages.Pushed, long=True)
+        if pushed.lost:
+            raise TransferError(f"{pushed.lost} of {len(pushes)} pushes were lost on their way to the agent")
+        return pushed
 
     def keep(self, order_id: str) -> None:
         """The order is kept alive until `release`, however long nothing else is done for it."""

@@ -176,9 +176,11 @@ class RequestHistories:
         known = self._orders.get(progress.order_id)
         if known is not None and not isinstance(progress, TransferFailed):
             loaded = isinstance(progress, KvLoaded)
-            known[1].marks.append(
-                Mark(line.at_ns, progress.layer, progress.first_block, progress.blocks, loaded)
-            )
+            end = progress.layer + (1 if isinstance(progress, KvLoaded) else progress.layers)
+            known[1].marks += [
+                Mark(line.at_ns, layer, progress.first_block, progress.blocks, loaded)
+                for layer in range(progress.layer, end)
+            ]
 
     def _event(self, line: EventLine, core: Core) -> None:
         event = line.event

@@ -14,9 +14,10 @@ from halfmoon.store.pool.slots import Hold, Owner
 LEASE_NS_MIN = 10_000_000
 
 
-async def open_push(context: AgentContext, owner: Owner, request: OpenPush) -> None:
+async def open_push(context: AgentContext, owner: Owner, request: OpenPush, *, hears_runs: bool) -> None:
     """Raises StoreError or ValueError, with nothing left at the target. A push to the own node moves nothing: its
-    decode worker gets a hold on the same slots.
+    decode worker gets a hold on the same slots. `hears_runs`: a decode worker of the own node; the target says it of
+    its own.
     """
     hold = context.guard.hold(owner)
     _check_tokens(context.config.layout, hold, request.tokens)
@@ -25,12 +26,15 @@ async def open_push(context: AgentContext, owner: Owner, request: OpenPush) -> N
         context.guard.share(owner, Owner(request.order_id, request.decode_worker_id))
     else:
         target = await _reserve(context, hold, request)
+        hears_runs = target.reserved.hears_runs
 
     def failed(problem: StoreError) -> None:
         context.peer_failed(request.target_node_id, problem)
         context.spawn(push.end(str(problem)))
 
-    push = Push(context.bus, context.config, request, hold, target=target, on_failure=failed)
+    push = Push(
+        context.bus, context.config, request, hold, target=target, hears_runs=hears_runs, on_failure=failed
+    )
     context.orders.set_push(owner, push)
     await push.start()
 

@@ -19,6 +19,8 @@ class KnownProcesses:
         self._context = context
         #: Workers that have this incarnation's memory mapped; nothing is opened for others.
         self._attached: set[str] = set()
+        #: Workers that understand `KvReady.layers`.
+        self.hear_runs: set[str] = set()
         self._workers: dict[str, str] = {}
         self._agents: dict[str, str] = {}
 
@@ -41,9 +43,10 @@ class KnownProcesses:
             for owner in self._context.guard.party(writer):
                 self._context.guard.release(owner, writers=[writer])
 
-    def attach(self, worker_id: str) -> None:
+    def attach(self, worker_id: str, *, hears_runs: bool) -> None:
         """The worker has mapped the memory of this incarnation."""
         self._attached.add(worker_id)
+        (self.hear_runs.add if hears_runs else self.hear_runs.discard)(worker_id)
 
     def require_attached(self, worker_id: str) -> None:
         """Raises NotAttached: the worker would write to, or read, the memory of an agent that is gone."""

@@ -23,6 +23,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
 from halfmoon.schemas import subjects
@@ -58,7 +60,9 @@ class PushTarget(NamedTuple):
 
 
 class Push:
-    """`hold`: the order's blocks here; `target`: where they go, None when they stay."""
+    """`hold`: the order's blocks here; `target`: where they go, None when they stay. `hears_runs`: the decode worker
+    understands `KvReady.layers`.
+    """
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class Push:
         hold: Hold,
         *,
         target: PushTarget | None,
+        hears_runs: bool,
         on_failure: Callable[[StoreError], None],
     ) -> None:
         self.opened = opened
@@ -80,6 +85,7 @@ class Push:
         self._layer_block_bytes = config.layout.layer_block_bytes
         self._transfer_ns_max = config.transfer_ns_max
         self._target = target
+        self._hears_runs = hears_runs
         self._on_failure = on_failure
         self._queue: deque[PushLayer] = deque()
         self._wake = asyncio.Event()
@@ -89,6 +95,7 @@ class Push:
         self._last, filled = divmod(opened.tokens, config.layout.block_tokens)
         takes_part = target is not None and target.reserved.takes_part
         self._fill = filled * config.layout.token_layer_bytes // 2 if takes_part else 0
+        self._numbers: set[int] = set()
         self._received = self._done = self._bytes = self._elapsed_ns = 0
         self._writable_until_ns = time.monotonic_ns() + (target.reserved.lease_ttl_ns if target else 0)
         self._tasks: list[asyncio.Task[None]] = []
@@ -109,12 +116,20 @@ class Push:
             self._tasks.append(asyncio.create_task(self._renew(self._target)))
 
     def push(self, layer: PushLayer) -> None:
-        """Queues the layer. A layer that comes after the end changes nothing."""
+        """Queues the push. One that comes after the end, or for a second time, changes nothing."""
+        if layer.number:
+            if layer.number in self._numbers:
+                return
+            self._numbers.add(layer.number)
         self._received += 1
         if self.failure is None and not self.finished:
             self._queue.append(layer)
             self._wake.set()
             self._progress.set()
+
+    def lost(self, pushes: int) -> int:
+        """How many of `pushes`, which were all published, have not come. None is missed when the push has failed."""
+        return max(0, pushes - self._received) if self.failure is None else 0
 
     async def close(self, pushes: int) -> Pushed:
         """Waits until `pushes` of them are readable at the target, and commits there. Raises the push's failure."""
@@ -220,7 +235,7 @@ class Push:
             raise TransferError(f"push of blocks {push.first_block}..{end - 1}, the order has {len(mine)}")
         wanted = [i for i in range(push.first_block, end) if i not in self._present]
         fill = {self._last: self._fill}
-        return [Slice(mine[i], theirs[i], push.layer, 1, fill.get(i, 0)) for i in wanted]
+        return [Slice(mine[i], theirs[i], push.layer, push.layers, fill.get(i, 0)) for i in wanted]
 
     async def _move(self, batch: list[tuple[PushLayer, list[Slice]]]) -> None:
         items = [item for _, some in batch for item in some]
@@ -231,6 +246,15 @@ class Push:
             call = Call(self.opened.order_id, peer_writer(self._node_id), deadline_ns)
             await self._target.transport.write(self._target.peer, items, call)
             self._elapsed_ns += time.monotonic_ns() - started_ns
+        for ready in self._announced(batch):
+            await self._bus.publish(self._subject("KvReady"), ready)
+            self._bytes += ready.moved_bytes
+        self._done += len(batch)
+        self._progress.set()
+
+    def _announced(self, batch: list[tuple[PushLayer, list[Slice]]]) -> list[KvReady]:
+        """Layers of the same blocks that follow each other are one message, if the decode worker understands that."""
+        told: list[KvReady] = []
         for push, some in batch:
             moved = moved_bytes(some, self._layer_block_bytes)
             ready = KvReady(
@@ -240,11 +264,23 @@ class Push:
                 first_block=push.first_block,
                 blocks=push.blocks,
                 moved_bytes=moved,
+                layers=push.layers,
             )
-            await self._bus.publish(self._subject("KvReady"), ready)
-            self._bytes += moved
-            self._done += 1
-        self._progress.set()
+            last = told[-1] if told else None
+            if not self._hears_runs:
+                each = replace(ready, layers=1, moved_bytes=moved // push.layers)
+                told += [replace(each, layer=push.layer + i) for i in range(push.layers)]
+            elif (
+                last is not None
+                and last.layer + last.layers == push.layer
+                and (last.first_block, last.blocks) == (push.first_block, push.blocks)
+            ):
+                told[-1] = replace(
+                    last, layers=last.layers + push.layers, moved_bytes=last.moved_bytes + moved
+                )
+            else:
+                told.append(ready)
+        return told
 
     async def _renew(self, target: PushTarget) -> None:
         """Renews the reservation: over shared memory the target sees nothing of a push, and would let it expire."""

@@ -252,9 +252,10 @@ class PrefillWorker(Worker):
         """Nobody waits for its answer: a lost one is found when the push is closed."""
         self.pushes[action.order_id] += 1
         store, owner = self.store, Owner(action.order_id, self.process_id)
-        layer, first, blocks = action.layer, action.first_block, action.blocks
+        layers = range(action.layer, action.layer + action.layers)
+        first, blocks = action.first_block, action.blocks
         if not self.net.chance(self.net.loss / 10):
-            self.net.send_surely(self, store, lambda: store.push(owner, layer, first, blocks))
+            self.net.send_surely(self, store, lambda: store.push(owner, layers, first, blocks))
 
     def computed(self, order_id: str) -> None:
         """The shell asks whether the slots that were attended to are still the order's."""

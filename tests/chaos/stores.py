@@ -186,7 +186,7 @@ class StoreAgent(Process):
             raise
         self.pushes[owner] = Push(self, owner, request_id, hold, target, decode, reserved)
 
-    def push(self, owner: Owner, layer: int, first: int, blocks: int) -> None:
+    def push(self, owner: Owner, layers: range, first: int, blocks: int) -> None:
         """A layer of these blocks is readable here: move it on."""
         running = self.pushes.get(owner)
         if running is None:
@@ -196,7 +196,7 @@ class StoreAgent(Process):
         except OrderUnknown as problem:
             running.fail(str(problem))
         else:
-            running.push(layer, first, blocks)
+            running.push(layers, first, blocks)
 
     def release(self, owner: Owner) -> None:
         """By the worker itself: it will not touch the slots any more."""
@@ -232,7 +232,7 @@ class Push:
         self.done = 0
         self.closing: Callable[[str], None] | None = None
         self.expected = -1
-        self._queue: list[tuple[int, int, int]] = []
+        self._queue: list[tuple[range, int, int]] = []
         self._moving = False
         self._tell(
             TransferOpened(
@@ -248,9 +248,9 @@ class Push:
         net, decode, node_id = self.agent.net, self.decode, self.agent.process_id
         net.send(decode, lambda: decode.hear_kv(node_id, message), repeats=True)
 
-    def push(self, layer: int, first: int, blocks: int) -> None:
+    def push(self, layers: range, first: int, blocks: int) -> None:
         if not self.failure and not self.finished:
-            self._queue.append((layer, first, blocks))
+            self._queue.append((layers, first, blocks))
             if not self._moving:
                 self._moving = True
                 self.agent.later(self.agent.net.draw.randrange(30 * MS), self._move)
@@ -270,12 +270,16 @@ class Push:
         if reason:
             self.fail(reason)
             return
-        for layer, first, blocks in self._queue:
+        for layers, first, blocks in self._queue:
             for block in range(first, first + blocks):
                 if block not in self.reserved.present:
-                    mark = self.agent.memory[self.hold.slots[block]][layer]
-                    self.target.memory[slots[block]][layer] = mark
-            self._tell(KvReady(**self.ids, layer=layer, first_block=first, blocks=blocks))
+                    for layer in layers:
+                        mark = self.agent.memory[self.hold.slots[block]][layer]
+                        self.target.memory[slots[block]][layer] = mark
+            ready = KvReady(
+                **self.ids, layer=layers.start, layers=len(layers), first_block=first, blocks=blocks
+            )
+            self._tell(ready)
             self.done += 1
         self._queue = []
         self._close_if_done()

@@ -95,7 +95,12 @@ async def test_a_long_prompt_moves_its_kv_beside_nats(tmp_path_factory: pytest.T
         assert {o.order_id for o in orders} == {went.order_id}
         progress = [message for _, message in await cluster.kv()]
         ready = [m for m in progress if isinstance(m, KvReady)]
-        covered = {(m.layer, b) for m in ready for b in range(m.first_block, m.first_block + m.blocks)}
+        covered = {
+            (layer, block)
+            for m in ready
+            for layer in range(m.layer, m.layer + m.layers)
+            for block in range(m.first_block, m.first_block + m.blocks)
+        }
         assert covered == {(layer, block) for layer in range(LAYERS) for block in range(blocks)}
         assert [type(m) for m in progress if not isinstance(m, KvReady)] == [TransferOpened, PrefillResult]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_harness import Cluster, cluster, keys, layout, until
+from store_harness import Cluster, cluster, keys, layers_told, layout, until
 from test_agent import fill, same, stored
 from transport_harness import DEVICES
 
@@ -115,9 +115,9 @@ def test_prefill_pushes_to_decode_and_fetches_from_it(url: str) -> None:
         for layer in range(LAYERS):
             prefill.push("o1", layer=layer, first_block=0, blocks=3)
         assert (await prefill.close_push("o1")).bytes == pushed_bytes
-        await until(lambda: len(here.heard["w2"]) == LAYERS + 1)
+        await until(lambda: len(layers_told(here.heard["w2"])) == LAYERS)
         first: Any = here.heard["w2"][0]
-        assert [m.layer for m in here.heard["w2"] if isinstance(m, KvReady)] == list(range(LAYERS))
+        assert [layer for layer, _ in layers_told(here.heard["w2"])] == list(range(LAYERS))
         assert same(decode, first.slots[:2], 5)
         sent, came = (
             client.view.blocks[slots[2]].reshape(LAYERS, 2, SHAPE.block_tokens, -1)

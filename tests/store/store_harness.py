@@ -9,7 +9,7 @@ from typing import Any
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
-from halfmoon.schemas.kv import KvMessage
+from halfmoon.schemas.kv import KvMessage, KvReady
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.subjects import kv_for
 from halfmoon.store.agent.agent import StoreAgent
@@ -119,6 +119,16 @@ class Cluster:
 async def cluster(url: str) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         yield Cluster(url, stack)
+
+
+def layers_told(heard: list[KvMessage]) -> list[tuple[int, int]]:
+    """(layer, bytes moved) of each layer that was told of, by itself or with others."""
+    return [
+        (layer, message.moved_bytes // message.layers)
+        for message in heard
+        if isinstance(message, KvReady)
+        for layer in range(message.layer, message.layer + message.layers)
+    ]
 
 
 async def until(true: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from store_harness import Cluster, cluster, keys, until
+from store_harness import Cluster, cluster, keys, layers_told, until
 
-from halfmoon.schemas.kv import KvLoaded, KvReady, TransferOpened
+from halfmoon.schemas.kv import KvLoaded, TransferOpened
 from halfmoon.schemas.store import QueuePair, RemoteMemory, ReserveBlocks, Reserved
 from halfmoon.store.agent.serving.serve_peers import PeerService
 from halfmoon.store.agent_client import AgentClient
@@ -95,13 +95,11 @@ def test_a_push_is_readable_layer_by_layer_and_committed_at_its_close(nats_url: 
             one.push("o1", layer=layer, first_block=0, blocks=4)
         pushed = await one.close_push("o1")
         assert pushed.bytes == 3 * 4 * 8192
-        await until(lambda: len(here.heard["w2"]) == 5)
-        first, *rest = here.heard["w2"]
+        await until(lambda: len(layers_told(here.heard["w2"])) == 4)
+        first = here.heard["w2"][0]
         assert isinstance(first, TransferOpened)
         assert first.present == [0]
-        assert [(m.layer, m.moved_bytes) for m in rest if isinstance(m, KvReady)] == [
-            (i, 3 * 8192) for i in range(4)
-        ]
+        assert layers_told(here.heard["w2"]) == [(i, 3 * 8192) for i in range(4)]
         assert same(two, first.slots, 3)
         await one.commit("o1", first_block=0, blocks=4)
         await one.release("o1")
@@ -148,12 +146,10 @@ def test_of_the_block_that_a_prompt_ends_in_its_tokens_are_pushed(
         assert (await one.status()).counters["pushed_bytes"] == total
         written = (await two.status()).counters.get("tcp_written_bytes", 0)
         assert written == (0 if transport == "shm" else total)
-        await until(lambda: len(here.heard["w2"]) == 1 + shape.layers)
-        place, *ready = here.heard["w2"]
+        await until(lambda: len(layers_told(here.heard["w2"])) == shape.layers)
+        place = here.heard["w2"][0]
         assert isinstance(place, TransferOpened)
-        assert [m.moved_bytes for m in ready if isinstance(m, KvReady)] == [
-            total // shape.layers
-        ] * shape.layers
+        assert [moved for _, moved in layers_told(here.heard["w2"])] == [total // shape.layers] * shape.layers
         for block, slot in enumerate(place.slots):
             sent, came = (
                 view.blocks[at].reshape(shape.layers, 2, shape.block_tokens, -1)
@@ -200,7 +196,7 @@ def test_a_push_to_the_own_node_moves_nothing_and_both_workers_hold_the_slots(na
             one.push("o1", layer=layer, first_block=0, blocks=3)
         assert (await one.close_push("o1")).bytes == 0
         await one.release("o1")
-        await until(lambda: len(here.heard["w2"]) == 5)
+        await until(lambda: len(layers_told(here.heard["w2"])) == 4)
         message: Any = here.heard["w2"][0]
         assert message.slots == opened.slots
         assert same(two, message.slots, 5)

@@ -105,8 +105,9 @@ def test_an_order_takes_its_tokens_its_slots_its_turn_and_is_answered_once(scrip
     assert script(SlotsReserved, slots=[4, 5, 6], present=[], after_ns=20) == [open_push()]
     assert script(PushOpened, after_ns=30) == [prompt()]
     assert script.state.heartbeat(3).kv_blocks_used == 3
-    assert script(LayerStored, layer=0, first_block=0, blocks=1) == [
-        SendLayer(order_id="1-1", layer=0, first_block=0, blocks=1)
+    assert script(LayerStored, layer=0, first_block=0, blocks=1) == []
+    assert script(LayerStored, layer=1, first_block=0, blocks=1) == [
+        SendLayer(order_id="1-1", layer=0, layers=2, first_block=0, blocks=1)
     ]
     assert script(ChunkStored, first_block=0, blocks=1) == [
         CommitPrompt(order_id="1-1", first_block=0, blocks=1)
@@ -315,7 +316,11 @@ def test_a_push_that_fails_at_the_end_makes_the_order_retryable(script: Script) 
 
 def test_blocks_that_are_here_are_loaded_and_pushed_instead_of_computed(script: Script) -> None:
     assert script.computing(present=[0, 1, 2]) == [prompt(cached=2, present=[0, 1, 2])]
-    assert script(PrefixLayerLoaded, layer=0) == [SendLayer(order_id="1-1", layer=0, first_block=0, blocks=2)]
+    assert script(PrefixLayerLoaded, layer=0) == []
+    assert script(LayerStored, layer=0, first_block=2, blocks=1) == []
+    assert script(PrefixLayerLoaded, layer=1) == [
+        SendLayer(order_id="1-1", layer=0, layers=2, first_block=0, blocks=2)
+    ]
 
 
 def test_a_fetch_overlaps_with_waiting_and_computing_and_lets_layers_load_as_they_come(

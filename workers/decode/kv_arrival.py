@@ -57,7 +57,8 @@ class KvArrival:
                     self.readable += [(layer, block) for layer in range(self._layers)]
             case KvReady():
                 blocks = range(message.first_block, message.first_block + message.blocks)
-                self.readable += [(message.layer, block) for block in blocks]
+                layers = range(message.layer, min(message.layer + message.layers, self._layers))
+                self.readable += [(layer, block) for layer in layers for block in blocks]
 
     def start(self) -> list[tuple[int, int]]:
         """(layer, block) of everything readable that was not started before; it counts as started now."""

@@ -183,12 +183,13 @@ class StopComputing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SendLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """Layer `layer` of these blocks is readable here: send it to the decode node."""
+    """Layers `layer .. layer + layers - 1` of these blocks are readable here: send them to the decode node."""
 
     order_id: str
     layer: int
     first_block: int
     blocks: int
+    layers: int = 1
 
 
 class CommitPrompt(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,6 +55,7 @@ from halfmoon.workers.prefill.events import (
     StageLost,
     StepOfOrder,
 )
+from halfmoon.workers.prefill.layer_runs import LayerRun, LayerRuns
 from halfmoon.workers.prefill.prompt_chunks import prompt_to_compute, shared_keys
 from halfmoon.workers.prefill.reference_job import reference_of
 from halfmoon.workers.prefill.stages import WAITING_STAGES, JobRules, PrefillStage
@@ -102,8 +103,8 @@ class Job:
         self.kept = False
         #: Wall clock.
         self.finished_at_ns = 0
-        #: (layer, first block, blocks): pushed after the last layer where layers are not streamed.
-        self.held_pushes: list[tuple[int, int, int]] = []
+        #: To be pushed; where layers are not streamed, after the last one.
+        self.runs = LayerRuns(rules.layout, order.prompt_tokens, streamed=rules.stream_layers)
         self.result: PrefillResult | None = None
         #: Workers and their layers; []: this worker computes all of them.
         self.stages = order.stages
@@ -361,7 +362,7 @@ class Job:
 
     def _compute(self, out: Actions) -> None:
         self.stage = PrefillStage.COMPUTING
-        self.held_pushes = []
+        self.runs.rest()
         out.append(prompt_to_compute(self))
 
     def _compute_without_fetch(self, reason: str, out: Actions) -> None:
@@ -375,22 +376,17 @@ class Job:
     def _prefix_layer_loaded(self, layer: int, out: Actions) -> None:
         last = self.rules.layout.layers - 1
         if self.rules.stream_layers:
-            self._push(layer, 0, self.prefix_blocks, out)
+            self._push(self.runs.add(layer, 0, self.prefix_blocks), out)
         elif layer == last:
-            for every in range(last + 1):
-                self._push(every, 0, self.prefix_blocks, out)
+            self._push([LayerRun(every, 1, 0, self.prefix_blocks) for every in range(last + 1)], out)
 
     def _layer_stored(self, event: LayerStored, out: Actions) -> None:
-        if self.rules.stream_layers:
-            self._push(event.layer, event.first_block, event.blocks, out)
-        else:
-            self.held_pushes.append((event.layer, event.first_block, event.blocks))
+        self._push(self.runs.add(event.layer, event.first_block, event.blocks), out)
 
-    def _push(self, layer: int, first_block: int, blocks: int, out: Actions) -> None:
+    def _push(self, runs: list[LayerRun], out: Actions) -> None:
         if self.rules.has_store and not self.cancelled:
-            out.append(
-                actions.SendLayer(order_id=self.order_id, layer=layer, first_block=first_block, blocks=blocks)
-            )
+            for run in runs:
+                out.append(actions.SendLayer(order_id=self.order_id, **run._asdict()))
 
     def _chunk_stored(self, event: ChunkStored, out: Actions) -> None:
         # The last block has no key when it is not full: nobody could ask for it.
@@ -407,8 +403,7 @@ class Job:
         if self.cancelled:
             self.fail("cancelled", out, retryable=False)
             return
-        for layer, first_block, blocks in self.held_pushes:
-            self._push(layer, first_block, blocks, out)
+        self._push(self.runs.rest(), out)
         self.stage = PrefillStage.DRAWING
         self.compute_ns = event.at_ns - self.started_ns
         self.stage_wait_ns, self.kept, self.similar = event.stage_wait_ns, event.kept, event.similar
@@ -449,6 +444,7 @@ class Job:
         if self.cancelled:
             self.fail("cancelled", out, retryable=False)
             return
+        self._push(self.runs.rest(), out)
         self.result = result_of(self, first)
         # The decode worker need not wait for the end of the push: it hears of every layer.
         out.append(actions.SendResult(decode_worker_id=self.order.decode_worker_id, result=self.result))

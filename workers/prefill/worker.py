@@ -332,7 +332,11 @@ class PrefillWorker(PromptWorker):
     def _push_layer(self, action: SendLayer) -> None:
         assert self.store is not None
         self.store.push(
-            action.order_id, layer=action.layer, first_block=action.first_block, blocks=action.blocks
+            action.order_id,
+            layer=action.layer,
+            layers=action.layers,
+            first_block=action.first_block,
+            blocks=action.blocks,
         )
 
     async def _draw_first_token(self, action: DrawFirstToken) -> None:

@@ -54,7 +54,7 @@ VERBS: Mapping[str, type[Message]] = {
 
 
 def answers(context: AgentContext, processes: KnownProcesses, replicator: Replicator) -> dict[str, Answer]:
-    """By verb. A push is answered as soon as it is heard, nothing is answered to `keep`: neither waits for a slot."""
+    """By verb. A push that is published is not answered, nor is a `keep`: neither waits for a slot."""
     workers, peers = WorkerService(context, processes), PeerService(context, processes)
     clients = ClientService(context)
     waiting: dict[str, Answer] = {
@@ -102,11 +102,11 @@ async def serve_all(
     return [
         await bus.subscribe(joined, StoreJoined, agent_joined),
         *[
-            await (bus.subscribe if verb == "keep" else bus.serve)(
-                subjects.store(node_id, verb), kind, answer_of[verb]
-            )
+            await bus.serve(subjects.store(node_id, verb), kind, answer_of[verb], published=verb == "push")
             for verb, kind in VERBS.items()
+            if verb != "keep"
         ],
+        await bus.subscribe(subjects.store(node_id, "keep"), messages.KeepOrders, answer_of["keep"]),
     ]
 
 

@@ -74,6 +74,7 @@ class PeerService:
             present=hold.present,
             lease_ttl_ns=self._context.config.lease_ttl_ns,
             takes_part=True,
+            hears_runs=request.decode_worker_id in self._processes.hear_runs,
         )
 
     async def renew(self, request: messages.RenewBlocks) -> messages.Done:

@@ -30,7 +30,7 @@ class WorkerService:
         me = self._context.hello()
         await self._processes.worker_seen(request.worker_id, request.process)
         if request.mapped == self._context.incarnation:
-            self._processes.attach(request.worker_id)
+            self._processes.attach(request.worker_id, hears_runs=request.hears_runs)
         return messages.Attached(
             node_id=me.node_id,
             incarnation=me.incarnation,
@@ -40,6 +40,7 @@ class WorkerService:
             lease_ttl_ns=self._context.config.lease_ttl_ns,
             transfer_ns_max=self._context.config.transfer_ns_max,
             wants_tokens=self._context.kv_events.wants_tokens,
+            hears_pushes=True,
         )
 
     async def open_put(self, request: messages.OpenPut) -> messages.PutOpened:
@@ -84,11 +85,12 @@ class WorkerService:
             raise ValueError(f"order {request.order_id} pushes already")
         if request.target_node_id == self._context.config.node_id:
             self._processes.require_attached(request.decode_worker_id)
-        await self._context.orders.run(owner, open_push(self._context, owner, request))
+        hears_runs = request.decode_worker_id in self._processes.hear_runs
+        await self._context.orders.run(owner, open_push(self._context, owner, request, hears_runs=hears_runs))
         return messages.Done()
 
     def push(self, request: messages.PushLayers) -> messages.Done:
-        """Answered as soon as it is received; `close_push` has the result, and detects a lost message."""
+        """The answer is for a worker that asks. `close_push` has the result, and detects a lost message."""
         for layer in request.pushes:
             owner = Owner(layer.order_id, request.worker_id)
             running = self._context.orders.push_of(owner)
@@ -115,6 +117,9 @@ class WorkerService:
         if running is None:
             raise OrderUnknown(f"order {request.order_id} has no push here")
         self._guard.hold(owner)
+        if request.published and (lost := running.lost(request.pushes)):
+            self._context.counters["pushes_lost"] += lost
+            return messages.Pushed(bytes=0, elapsed_ns=0, lost=lost)
         pushed = await running.close(request.pushes)
         if running.opened.target_node_id == self._context.config.node_id:
             await self._context.commit(owner, 0, len(self._guard.hold(owner).slots))
