@@ -56,3 +56,5 @@ class SampledToken(Part, frozen=True):
     logits_digest: str = ""
     #: The first token's: those of the prompt, where they were asked for.
     prompt_logprobs: PackedLogprobs = b""
+    #: The text ends here, unfinished: its grammar ran into the bound of what a mask may cost.
+    cut: bool = False

@@ -103,6 +103,15 @@ def test_a_module_that_is_executed_when_it_is_used_is_whole_then() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_the_package_says_its_version() -> None:
+    program = (
+        "import importlib.metadata as m, halfmoon\n"
+        "assert halfmoon.__version__ == m.version('halfmoon')\n"
+        "assert not hasattr(halfmoon, 'other')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 @pytest.mark.pure
 def test_every_command_has_options_and_a_way_to_run() -> None:
     assert len({each.name for each in COMMANDS}) == len(COMMANDS)

@@ -80,6 +80,7 @@ def token_of(engine: Any, sampled: Sampled, sampling: Sampling, logits_row: Any)
         # JSON has no infinity: a token that a grammar forbids has this.
         top_logprobs=[(token, max(logprob, LOGPROB_MIN)) for token, logprob in sampled.top_logprobs],
         logits_digest=engine.logits_digest(logits_row) if sampling.logits_digest else "",
+        cut=sampled.cut,
     )
 
 

@@ -147,6 +147,16 @@ def test_control_tokens_are_text_where_that_is_asked_for(tokenizer: Tokenizer) -
     assert listener.text == "One"  # a stop string may be in its name
 
 
+def test_the_end_of_a_text_that_its_grammar_cut_is_no_text(tokenizer: Tokenizer) -> None:
+    request, listener = opened(tokenizer, skip_special_tokens=False)
+    ids = tokenizer.encode("One")
+    cut = SampledToken(token_id=min(tokenizer.eos_ids), cut=True)
+    tokens = [*(SampledToken(token_id=token) for token in ids), cut]
+    delivery = Delivery(request_id="r", order_id="7-0", index=0, tokens=tokens, finish_reason="length")
+    assert request.accept(delivery, 5) is Progress.FINISHED
+    assert (listener.text, listener.pieces[-1].finish_reason) == ("One", "length")
+
+
 @pytest.mark.parametrize("included", [False, True])
 def test_a_stop_token_of_the_request_is_no_text_unless_that_is_asked_for(
     tokenizer: Tokenizer, included: bool

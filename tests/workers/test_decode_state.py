@@ -279,6 +279,20 @@ def test_a_token_that_ends_the_text_ends_it_but_not_before_its_time() -> None:
     assert report.event.finish_reason == "stop"
 
 
+def test_a_text_that_its_grammar_cut_ends_as_one_that_is_too_long() -> None:
+    script = Script(eos_ids=frozenset({101}))
+    script.give(order(max_tokens=9), reply())
+    for action in script.hear(*filled(), result("1-1")):
+        if isinstance(action, CopyLayers):
+            script.on(events.LayersCopied, copy_id=action.copy_id)
+    script.on(events.EngineIdled)
+    cut = SampledToken(token_id=101, cut=True)
+    report = script.on(events.StepEnded, tokens=[cut], step_ns=MS)[-1]
+    assert isinstance(report, Report)
+    assert isinstance(report.event, RequestFinished)
+    assert report.event.finish_reason == "length"
+
+
 # --- KV -----------------------------------------------------------------------------------------------------
 
 

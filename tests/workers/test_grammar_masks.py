@@ -14,17 +14,18 @@ import jsonschema
 import pytest
 import torch
 from json_schemas import random_schema
-from llguidance import LLTokenizer
+from llguidance import LLParserLimits, LLTokenizer
 
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.structures import Structure
-from halfmoon.schemas.sampling import Sampling
+from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.workers.frontend.grammars import GrammarReader
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.grammar_masks import GrammarMasks
 from halfmoon.workers.model.loading.files import LoadedModel
-from halfmoon.workers.model.sampling import sample_batch
-from halfmoon.workers.model.sampling_params import SampleRequest
+from halfmoon.workers.model.null_engine import NullEngine
+from halfmoon.workers.model.sampling import sample, sample_batch
+from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 from halfmoon.workers.model.text.tokenizer_files import read_tokenizer
 from halfmoon.workers.sample_requests import next_token, params_of, request_of
@@ -58,11 +59,13 @@ class Drawer:
     def grammar(self, kind: Any, asked: Any, **options: Any) -> str:
         return asyncio.run(self.reader.read(Structure(kind=kind, asked=asked, param="it", **options)))
 
-    def forbidden(self, request: SampleRequest, masks: GrammarMasks | None = None) -> torch.Tensor | None:
+    def draw(self, logits: torch.Tensor, params: SamplingParams, request: SampleRequest) -> Sampled:
+        """As an engine does."""
         if not request.grammar:
-            return None
-        allowed = (masks or self.masks).allowed(request.grammar, request.name, request.output_ids)
-        return torch.frombuffer(bytearray(allowed), dtype=torch.uint8)[: self.vocab] == 0
+            return sample(logits, params, request)
+        allowed = self.masks.mask(request.grammar, request.name, request.output_ids).allowed
+        forbidden = torch.frombuffer(bytearray(allowed), dtype=torch.uint8)[: self.vocab] == 0
+        return sample(logits, params, request, forbidden)
 
     def answers(self, samplings: list[Sampling], seed: int) -> list[list[int]]:
         """In one batch, which shrinks as answers end. Each has its end token, unless it grew too long."""
@@ -79,7 +82,7 @@ class Drawer:
                 request_of(self, params_of(samplings[i]), samplings[i], [5], outputs[i], name=f"o{i}")
                 for i in going
             ]
-            for i, drawn in zip(going, sample_batch(logits, asked, self.forbidden), strict=True):
+            for i, drawn in zip(going, sample_batch(logits, asked, self.draw), strict=True):
                 outputs[i].append(drawn.token_id)
             going = [i for i in going if outputs[i][-1] != self.end]
         return outputs
@@ -191,15 +194,15 @@ def test_the_masks_are_a_function_of_the_tokens(drawer: Drawer) -> None:
     output = drawer.answers([Sampling(grammar=grammar)], 5)[0]
     assert len(output) > 20
     followed, back = drawer.fresh(), drawer.fresh()
-    masks = [followed.allowed(grammar, "o1", output[:index]) for index in range(len(output))]
+    masks = [followed.mask(grammar, "o1", output[:index]) for index in range(len(output))]
     for index in range(0, len(output), 7):
-        assert drawer.fresh().allowed(grammar, "o1", output[:index]) == masks[index]
-        assert back.allowed(grammar, "o1", output[:index]) == masks[index]
-        assert back.allowed(grammar, "o1", output[: index // 2]) == masks[index // 2]
+        assert drawer.fresh().mask(grammar, "o1", output[:index]) == masks[index]
+        assert back.mask(grammar, "o1", output[:index]) == masks[index]
+        assert back.mask(grammar, "o1", output[: index // 2]) == masks[index // 2]
     other = drawer.answers([Sampling(grammar=grammar)], 6)[0]
     assert other[:6] != output[:6]
-    expected = drawer.fresh().allowed(grammar, "o1", other[:10])
-    assert back.allowed(grammar, "o1", other[:10]) == expected
+    expected = drawer.fresh().mask(grammar, "o1", other[:10])
+    assert back.mask(grammar, "o1", other[:10]) == expected
 
 
 def test_the_grammar_counts_above_bans(drawer: Drawer) -> None:
@@ -218,7 +221,7 @@ def test_the_grammar_counts_above_bans(drawer: Drawer) -> None:
 def test_log_probabilities_are_those_of_what_the_grammar_allows(drawer: Drawer) -> None:
     sampling = Sampling(grammar=drawer.grammar("choice", ["1"]), logprobs=2)
     request = request_of(drawer, params_of(sampling), sampling, [5], [])
-    (drawn,) = sample_batch(torch.zeros(1, drawer.vocab), [request], drawer.forbidden)
+    (drawn,) = sample_batch(torch.zeros(1, drawer.vocab), [request], drawer.draw)
     assert drawn.logprob == 0.0
     assert drawn.top_logprobs[1][1] == float("-inf")
 
@@ -274,6 +277,30 @@ def test_a_hostile_grammar_is_refused_or_bounded(drawer: Drawer, kind: str, aske
         drawn = random.Random(1)
         output: list[int] = []
         for _ in range(8):
-            mask = drawer.masks.allowed(grammar, "hostile", output)
-            output.append(drawn.choice([token for token in range(drawer.vocab) if mask[token]]))
+            mask = drawer.masks.mask(grammar, "hostile", output)
+            output.append(drawn.choice([token for token in range(drawer.vocab) if mask.allowed[token]]))
     assert time.process_time() - began < 4
+
+
+@pytest.mark.parametrize("null", [False, True])
+def test_a_grammar_at_its_bound_cuts_the_text(
+    drawer: Drawer, model_f32: LoadedModel, null: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = drawer.grammar("regex", "(a|b)*a(a|b){60}")
+    few = LLParserLimits(max_lexer_states=500, verbose_errors=False)
+    monkeypatch.setattr("halfmoon.workers.model.grammar_masks.limits", lambda: few)
+    engine: Any = (
+        NullEngine(model_f32.config, num_blocks=1, block_tokens=128, masks=drawer.fresh())
+        if null
+        else Engine(model_f32, num_blocks=1, block_tokens=128, exact=True, masks=drawer.fresh())
+    )
+    sampling = Sampling(grammar=grammar, seed=1, temperature=1.0, logprobs=1)
+    noise, output = torch.Generator().manual_seed(1), list[SampledToken]()
+    while not output or output[-1].token_id != drawer.end:
+        logits: Any = len(output) if null else torch.randn(drawer.vocab, generator=noise)
+        if not null:
+            logits[drawer.end] = -100.0  # drawn where nothing else is allowed
+        output.append(next_token(engine, logits, sampling, [5], [token.token_id for token in output]))
+    assert (output[-1].token_id, output[-1].cut) == (drawer.end, True)
+    assert not any(token.cut for token in output[:-1])
+    assert re.fullmatch("[ab]+", drawer.tokenizer.decode([token.token_id for token in output[:-1]]))

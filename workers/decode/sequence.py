@@ -176,7 +176,9 @@ class DecodeSequence:
             if self.last_token_ns:
                 self.intervals_ns.append(now_ns - self.last_token_ns)
             self.last_token_ns = now_ns
-        if token.token_id in self.end_ids and len(self.output) > self.sampling.min_tokens:
+        if token.cut:
+            self.finish_reason = "length"
+        elif token.token_id in self.end_ids and len(self.output) > self.sampling.min_tokens:
             self.finish_reason = "stop"
         elif len(self.output) >= self.max_tokens:
             self.finish_reason = "length"

@@ -448,25 +448,22 @@ class Engine:
     @torch.inference_mode()
     def sample(self, logits_row: Tensor, params: SamplingParams, request: SampleRequest) -> Sampled:
         """One token; `params` stand in for those of `request`."""
-        return sample(logits_row, params, request, self._forbidden(request))
+        if not request.grammar:
+            return sample(logits_row, params, request)
+        assert self._masks is not None, "an engine without masks"
+        mask = self._masks.mask(request.grammar, request.name, request.output_ids)
+        allowed = torch.frombuffer(bytearray(mask.allowed), dtype=torch.uint8)[: self.config.vocab]
+        return replace(sample(logits_row, params, request, allowed == 0), cut=mask.cut)
 
     def prepare_grammar(self, grammar: str) -> None:
         """Compile it before its first mask is wanted. On any thread but those that nobody may wait for."""
         assert self._masks is not None, "an engine without masks"
         self._masks.prepare(grammar)
 
-    def _forbidden(self, request: SampleRequest) -> Tensor | None:
-        """By the request's grammar: True for each id of the vocabulary that may not come next."""
-        if not request.grammar:
-            return None
-        assert self._masks is not None, "an engine without masks"
-        allowed = bytearray(self._masks.allowed(request.grammar, request.name, request.output_ids))
-        return torch.frombuffer(allowed, dtype=torch.uint8)[: self.config.vocab] == 0
-
     @torch.inference_mode()
     def sample_rows(self, logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
         """One token for each row of `logits`: `[rows, vocab]`, or `[vocab]` as prefill returns it."""
-        return sample_batch(logits.view(-1, logits.shape[-1]), requests, self._forbidden)
+        return sample_batch(logits.view(-1, logits.shape[-1]), requests, self.sample)
 
     def argmax(self, logits: Tensor) -> list[int]:
         """The largest logit of each row."""

@@ -5,7 +5,7 @@ and holds the tokens that it stands behind. A request that was preempted, or goe
 `kill -9`, gets a matcher that is fed its tokens again, and the same masks from there on.
 
 A grammar is a client's: its cost to compile, and for each mask, is bounded (`limits`). One that runs into a bound
-allows only the end of the text.
+cuts the text there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 # The library itself is imported with the first grammar: a worker's start does not wait for it.
 if TYPE_CHECKING:
@@ -36,6 +36,15 @@ def limits() -> LLParserLimits:
     return LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 
 
+class GrammarMask(NamedTuple):
+    """`allowed`: a byte for each token id of the vocabulary, not 0 where it may come next. `cut`: the grammar ran into a
+    bound, only the end of the text is allowed, and that is not where the grammar ends it.
+    """
+
+    allowed: bytes
+    cut: bool
+
+
 class _Matcher:
     """A matcher, and the tokens that it has consumed."""
 
@@ -50,7 +59,7 @@ class _Matcher:
 
 
 class GrammarMasks:
-    """`prepare` may be called on any thread; `allowed` is the compute thread's."""
+    """`prepare` may be called on any thread; `mask` is the compute thread's."""
 
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         """`load` is called once, when the first grammar comes: it takes half a second."""
@@ -64,24 +73,22 @@ class GrammarMasks:
         """Compile it, which takes up to a second, unless that was done."""
         self._new(grammar)
 
-    def allowed(self, grammar: str, name: str, output_ids: Sequence[int]) -> bytes:
-        """One byte for each token id of the vocabulary: not 0 where it may follow `output_ids`.
-
-        `name`: of the request, under which its matcher is kept.
-        """
+    def mask(self, grammar: str, name: str, output_ids: Sequence[int]) -> GrammarMask:
+        """Which tokens may follow `output_ids`. `name`: of the request, under which its matcher is kept."""
         mark = grammar, name
         kept = self._matchers.pop(mark, None)
         if kept is None or list(output_ids[: len(kept.consumed)]) != kept.consumed:
             kept = _Matcher(self._new(grammar))
         kept.follow(output_ids)
-        mask = kept.matcher.compute_logit_bias()
-        if kept.matcher.is_error():
+        allowed = kept.matcher.compute_logit_bias()
+        cut = kept.matcher.is_error()
+        if cut:
             log.warning("request %s: %s", name, kept.matcher.get_error()[:200])
         elif output_ids:  # the first token is mostly drawn where the others are not
             self._matchers[mark] = kept
             while len(self._matchers) > MATCHERS_MAX:
                 self._matchers.popitem(last=False)
-        return mask
+        return GrammarMask(allowed, cut)
 
     def _new(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher

@@ -21,7 +21,7 @@ from halfmoon.workers.model.prompt_rows import PromptRows, PromptScores, ScoredT
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from halfmoon.workers.model.grammar_masks import GrammarMasks
+    from halfmoon.workers.model.grammar_masks import GrammarMask, GrammarMasks
 
 NullRow = int
 """Stands for a row of logits: the token that is the only likely one."""
@@ -136,21 +136,24 @@ class NullEngine:
         return (_FIRST_ID + (position + 1) % _IDS) % self.config.vocab
 
     def sample(self, logits_row: NullRow, params: SamplingParams, request: SampleRequest) -> Sampled:
-        token = self._next_allowed(logits_row, request)
+        mask = None
+        if request.grammar:
+            assert self._masks is not None, "an engine without masks"
+            mask = self._masks.mask(request.grammar, request.name, request.output_ids)
+        token = self._next_allowed(logits_row, request, mask)
+        sampled = Sampled(token, cut=mask is not None and mask.cut)
         if params.logprobs is None:
-            return Sampled(token)
-        return Sampled(token, 0.0, ((token, 0.0),) if params.logprobs else ())
+            return sampled
+        return replace(sampled, logprob=0.0, top_logprobs=((token, 0.0),) if params.logprobs else ())
 
-    def _next_allowed(self, token: NullRow, request: SampleRequest) -> int:
+    def _next_allowed(self, token: NullRow, request: SampleRequest, mask: GrammarMask | None) -> int:
         """`token`, or the id behind it that may come next; where none may, the next that the grammar allows."""
-        if not (request.grammar or request.allowed_ids or request.banned_ids):
+        if not (mask or request.allowed_ids or request.banned_ids):
             return token
         vocab = self.config.vocab
         ids = [(token + further) % vocab for further in range(vocab)]
-        if request.grammar:
-            assert self._masks is not None, "an engine without masks"
-            allowed = self._masks.allowed(request.grammar, request.name, request.output_ids)
-            ids = [each for each in ids if allowed[each]]
+        if mask is not None:
+            ids = [each for each in ids if mask.allowed[each]]
         wanted = frozenset(request.allowed_ids or ids).difference(request.banned_ids)
         return next((each for each in ids if each in wanted), ids[0])
 

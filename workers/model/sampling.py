@@ -64,19 +64,17 @@ def sample(
 def sample_batch(
     logits: Tensor,
     requests: Sequence[SampleRequest],
-    forbidden: Callable[[SampleRequest], Tensor | None] = lambda _: None,
+    draw: Callable[[Tensor, SamplingParams, SampleRequest], Sampled] = sample,
 ) -> list[Sampled]:
     """One token for each row of f32 `[rows, vocab]`; those that ask for the largest logit alone share one
-    call. `forbidden`: by the request's grammar.
+    call. `draw`: for each of the others, from its row `[vocab]`.
     """
     assert len(requests) <= logits.shape[0], (len(requests), logits.shape)
     largest: list[int] = []
     if any(request.plain_greedy for request in requests):
         largest = logits.argmax(dim=-1).tolist()
     return [
-        Sampled(largest[row])
-        if request.plain_greedy
-        else sample(logits[row], request.params, request, forbidden(request))
+        Sampled(largest[row]) if request.plain_greedy else draw(logits[row], request.params, request)
         for row, request in enumerate(requests)
     ]
 

@@ -101,8 +101,11 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """`logprob` is None unless asked for; `top_logprobs` are (token id, logprob), the most likely first."""
+    """`logprob` is None unless asked for; `top_logprobs` are (token id, logprob), the most likely first. `cut`: the
+    grammar ran into the bound of its cost, and could allow nothing but the end.
+    """
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    cut: bool = False

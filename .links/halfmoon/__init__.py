@@ -1,0 +1,1 @@
+../../cli/root/__init__.py
