@@ -37,8 +37,8 @@ def limits() -> LLParserLimits:
 
 
 class GrammarMask(NamedTuple):
-    """`allowed`: a byte for each token id of the vocabulary, not 0 where it may come next. `cut`: the grammar ran into a
-    bound, only the end of the text is allowed, and that is not where the grammar ends it.
+    """`allowed`: a byte for each token id of the vocabulary, not 0 where it may come next. `cut`: the grammar ran into
+    a bound, only the end of the text is allowed, and that is not where the grammar ends it.
     """
 
     allowed: bytes
