@@ -109,8 +109,9 @@ def _control_plane(over: str, prompt_tokens: int) -> Callable[[Result], str]:
         rates = row["requests_per_s_at_32_all"]
         return (
             f"{row['first_token_p50_ms_at_1']:.1f} ms; {row['requests_per_s_at_32']:,.0f}/s "
-            f"({min(rates):,.0f} to {max(rates):,.0f}); the first token takes {row['first_token_over_bare']:.0f} times a bare "
-            f"request of the same server ({row['bare_ms']:.2f} ms that day)"
+            f"({min(rates):,.0f} to {max(rates):,.0f}); the first token takes "
+            f"{row['first_token_over_bare']:.0f} times a bare request of the same server "
+            f"({row['bare_ms']:.2f} ms that day)"
         )
 
     return figure
