@@ -32,11 +32,11 @@ from halfmoon.schemas.types import KEY_BYTES
 from tests.lengths import sizes
 
 
-def short_clusters(count: int) -> list[Cluster]:
-    """The first random clusters whose policy has short ways, whatever policies there are."""
+def short_clusters() -> Iterator[Cluster]:
+    """Random clusters whose policy has short ways, whatever policies there are."""
     drawn = (Cluster(7_000 + seed, checked=False) for seed in range(1_000))
     short = (EARLIEST_TOKEN, EARLIEST_TOKEN_WITH_COPIES)
-    return list(islice((one for one in drawn if POLICIES[one.world.policy.name].prefill in short), count))
+    return (one for one in drawn if POLICIES[one.world.policy.name].prefill in short)
 
 
 def compared(cluster: Cluster) -> tuple[int, int]:
@@ -78,9 +78,14 @@ def short_decode(state: State, event: RequestArrived, now_ns: int) -> bool:
 
 @pytest.mark.parametrize("count", sizes(3, 20))
 def test_the_short_ways_end_where_the_policy_would_among_all(count: int) -> None:
-    taken = [compared(cluster) for cluster in short_clusters(count)]
-    assert sum(prefills for prefills, _ in taken) > 25 * count
-    assert sum(decodes for _, decodes in taken) > 5 * count
+    """As many clusters as it takes to see so many; one that has few is as good as another."""
+    prefills = decodes = 0
+    for cluster in islice(short_clusters(), 4 * count):
+        ways = compared(cluster)
+        prefills, decodes = prefills + ways[0], decodes + ways[1]
+        if prefills > 25 * count and decodes > 5 * count:
+            return
+    raise AssertionError((prefills, decodes))
 
 
 @pytest.mark.parametrize("count", sizes(2, 5))

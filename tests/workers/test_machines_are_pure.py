@@ -20,6 +20,7 @@ MACHINES = {
         "cache_window",
         "events",
         "job",
+        "layer_runs",
         "prompt_chunks",
         "reference_job",
         "stage_job",
