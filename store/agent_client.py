@@ -345,16 +345,14 @@ class AgentClient:
             traceparent=traceparent,
             published=self._publishes,
         )
-        pushed = await self.ask("close_push", request, messages.Pushed, long=True)
-        for _ in range(PUSH_TRIES - 1):
+        for tries in range(1, PUSH_TRIES + 1):
+            pushed = await self.ask("close_push", request, messages.Pushed, long=True)
             if not pushed.lost:
                 return pushed
-            self._outbox.extend(pushes)
-            self._send()
-            pushed = await self.ask("close_push", request, messages.Pushed, long=True)
-        if pushed.lost:
-            raise TransferError(f"{pushed.lost} of {len(pushes)} pushes were lost on their way to the agent")
-        return pushed
+            if tries < PUSH_TRIES:
+                self._outbox.extend(pushes)
+                self._send()
+        raise TransferError(f"{pushed.lost} of {len(pushes)} pushes were lost on their way to the agent")
 
     def keep(self, order_id: str) -> None:
         """The order is kept alive until `release`, however long nothing else is done for it."""

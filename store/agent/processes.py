@@ -46,7 +46,10 @@ class KnownProcesses:
     def attach(self, worker_id: str, *, hears_runs: bool) -> None:
         """The worker has mapped the memory of this incarnation."""
         self._attached.add(worker_id)
-        (self.hear_runs.add if hears_runs else self.hear_runs.discard)(worker_id)
+        if hears_runs:
+            self.hear_runs.add(worker_id)
+        else:
+            self.hear_runs.discard(worker_id)
 
     def require_attached(self, worker_id: str) -> None:
         """Raises NotAttached: the worker would write to, or read, the memory of an agent that is gone."""

@@ -273,8 +273,8 @@ class OpenRequest:
         """
         ids = [sampled.token_id for sampled in tokens]
         shown = ids
-        ended = finish_reason == "stop" or (ids and tokens[-1].cut)
-        if ended and ids and ids[-1] in self.end_ids and not self.ask.include_stop:
+        ended = bool(tokens) and (finish_reason == "stop" or tokens[-1].cut)
+        if ended and ids[-1] in self.end_ids and not self.ask.include_stop:
             shown = ids[:-1]  # the mark of the end is no text
         if self.stop_checker is None:
             self.output_ids += ids
