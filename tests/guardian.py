@@ -17,8 +17,11 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 #: Marks of the run and of those around it (a run inside a test), separated by commas.
@@ -47,19 +50,29 @@ def cluster_name() -> str:
     return f"t{os.environ.get(VARIABLE, '').rpartition(',')[2]}{secrets.token_hex(3)}"
 
 
-def marked(mark: str) -> dict[int, int]:
-    """Processes of the run: parent by process. Those that have ended and wait to be collected are not among them."""
+@dataclass(frozen=True)
+class Process:
+    """One of a run. `within`: marks of the runs inside that run that it is of."""
+
+    parent: int
+    within: tuple[str, ...]
+
+
+def marked(mark: str) -> dict[int, Process]:
+    """Processes of the run by their ids. Those that have ended and wait to be collected are not among them."""
     found = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             variables = (entry / "environ").read_bytes().split(b"\0")
             own = next((v for v in variables if v.startswith(VARIABLE.encode() + b"=")), b"")
-            if mark in own.decode().partition("=")[2].split(","):
-                found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            marks = own.decode().partition("=")[2].split(",")
+            if mark in marks:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                found[int(entry.name)] = Process(parent, tuple(marks[marks.index(mark) + 1 :]))
     return found
 
 
-def end(pids: list[int], number: signal.Signals) -> None:
+def end(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -80,21 +93,34 @@ def one_ends(pids: Iterable[int], within_s: float) -> bool:
 
 
 def end_run(mark: str) -> None:
-    """Returns when nothing of the run is left."""
-    left = marked(mark)
-    # A cluster's first process ends the others in their order; a pytest process of the run ends its own clusters.
-    end([pid for pid, parent in left.items() if parent not in left], signal.SIGTERM)
+    """Returns when nothing of the run is left, nor of the runs inside it, whose guardians may have been killed."""
+    runs, told = {mark}, set[int]()
     until = time.monotonic() + PATIENCE_S
     while left := marked(mark):
+        runs.update(inner for process in left.values() for inner in process.within)
+        # A cluster's first process ends the others in their order; a pytest process of the run ends its own clusters.
+        first = {pid for pid, process in left.items() if process.parent not in left}
+        end(first - told, signal.SIGTERM)
+        told |= first
         if not one_ends(left, max(0.0, until - time.monotonic())):
-            end(list(left), signal.SIGKILL)
+            end(left, signal.SIGKILL)
             one_ends(left, 1.0)
-    for segment in SHM.glob(f"halfmoon-t{mark}*"):
-        segment.unlink(missing_ok=True)
+    for run in runs:
+        for segment in SHM.glob(f"halfmoon-t{run}*"):
+            segment.unlink(missing_ok=True)
+
+
+def report_of(mark: str) -> Path:
+    """Where a guardian says why it could not do its work. A test run has taken away what it could write to."""
+    return Path(tempfile.gettempdir()) / f"halfmoon-guardian-{mark}.txt"
 
 
 if __name__ == "__main__":
     # Ctrl-C is for the run. The end of the pipe says that it is over.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdin.buffer.read()
-    end_run(sys.argv[1])
+    try:
+        end_run(sys.argv[1])
+    except BaseException:
+        report_of(sys.argv[1]).write_text(traceback.format_exc())
+        raise

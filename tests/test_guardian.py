@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import guardian
 from tests.cluster.harness import command_of
-from tests.eventually import eventually_here
+from tests.eventually import eventually_here, noted_where_late
 from tests.guardian import SHM
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +37,16 @@ def of_cluster(name: str) -> list[str]:
     """Processes and segments that bear its name."""
     processes = [" ".join(command_of(int(p.name))) for p in Path("/proc").iterdir() if p.name.isdigit()]
     return [line for line in processes if name in line] + [str(p) for p in SHM.glob(f"halfmoon-{name}*")]
+
+
+def guardians() -> dict[str, int]:
+    """Those of all runs: process by mark."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        words = command_of(int(entry.name)) if entry.name.isdigit() else []
+        if words[3:4] == [guardian.__file__]:
+            found[words[4]] = int(entry.name)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -63,6 +74,13 @@ def test_pytest_is_killed_and_nothing_is_left_of_its_clusters(
     mark = name[:-6]  # the run's, before what is the cluster's own
     assert [path.name for path in SHM.glob(f"halfmoon-{mark}*-node")]
     assert len(of_cluster(mark)) > 6
+    own = guardians()[mark[1:]]
+    if options:  # the guardian of the process for tests: that of the whole run needs no other
+        os.kill(own, signal.SIGKILL)
     pytest_run.send_signal(signal.SIGKILL)
     pytest_run.wait()
-    eventually_here(lambda: not of_cluster(mark), "nothing with the run's name")
+    reports = guardian.report_of("*")
+    with noted_where_late(
+        lambda: (of_cluster(mark), guardians(), [p.read_text() for p in reports.parent.glob(reports.name)])
+    ):
+        eventually_here(lambda: not of_cluster(mark), "nothing with the run's name")
