@@ -63,20 +63,22 @@ def cluster(*flags: str) -> Iterator[dict[str, Any]]:
     name = f"bench-{uuid.uuid4().hex[:6]}"
     _ran.update(SERVING)
     with tempfile.TemporaryDirectory() as state:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "halfmoon.cli.main", "up", "--cluster", name, *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "XDG_STATE_HOME": state},
-            start_new_session=True,
-        )
+        said = Path(state) / "said"
+        with said.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "halfmoon.cli.main", "up", "--cluster", name, *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "XDG_STATE_HOME": state},
+                start_new_session=True,
+            )
         directory = Path(state) / "halfmoon" / name
         try:
             deadline = time.monotonic() + 180
             while not (directory / "cluster.json").exists():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit("the cluster did not start")
+                    raise SystemExit(f"the cluster did not start:\n{said.read_text()[-2000:]}")
                 time.sleep(0.05)
             addresses = json.loads((directory / "cluster.json").read_text())
             yield {**addresses, "directory": str(directory), "pid": process.pid}

@@ -1,11 +1,13 @@
 """What exact numerics cost: prefill and decode of the built-in model, exact against fast, in turn, on one
-thread.
+thread. Beside them, decode whose products have whole groups of rows, as where no smaller number is seen to change no
+bit.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,6 +17,7 @@ from clusters import finish, parsed, parser, spread
 
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import load_model
+from halfmoon.workers.model.self_test import invariant_row_counts
 
 BLOCK_TOKENS, PROMPT_TOKENS, CONTEXT_TOKENS, FAST_CHUNK_TOKENS = 256, 2048, 1000, 1024
 
@@ -55,16 +58,19 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = load_model("smollm2-135m-instruct", dtype=dtype)
         engines = {
-            name: Engine(model, num_blocks=64, block_tokens=BLOCK_TOKENS, exact=name == "exact")
-            for name in ("exact", "fast")
+            name: Engine(model, num_blocks=64, block_tokens=BLOCK_TOKENS, exact=name != "fast")
+            for name in ("exact", "fast", "whole")
         }
+        engines["exact"].product_rows = invariant_row_counts(engines["exact"])
         for engine in engines.values():  # KV that was never written reads falsely fast
             engine.cache.k.normal_()
             engine.cache.v.normal_()
         work = {
             f"prefill of {args.prompt_tokens} tokens": lambda engine: prefill_ms(engine, args.prompt_tokens),
-            "decode step, batch 1": lambda engine: decode_ms(engine, 1, args.steps),
-            "decode step, batch 8": lambda engine: decode_ms(engine, 8, args.steps),
+            **{
+                f"decode step, batch {batch}": partial(decode_ms, batch=batch, steps=args.steps)
+                for batch in (1, 4, 8, 16)
+            },
         }
         for name, measure in work.items():
             pairs = [{kind: measure(engine) for kind, engine in engines.items()} for _ in range(args.rounds)]
@@ -74,13 +80,16 @@ def main() -> None:
                     "what": name,
                     "exact_ms": spread([pair["exact"] for pair in pairs]),
                     "fast_ms": spread([pair["fast"] for pair in pairs]),
+                    "whole_ms": spread([pair["whole"] for pair in pairs]),
                     "ratio": spread([pair["exact"] / pair["fast"] for pair in pairs]),
+                    "ratio_whole": spread([pair["whole"] / pair["fast"] for pair in pairs]),
+                    "product_rows": engines["exact"].product_rows,
                 }
             )
     lines = [
         f"{row['dtype']:>9} {row['what']:<24} exact {row['exact_ms']['p50']:8.1f} ms, "
         f"fast {row['fast_ms']['p50']:8.1f} ms, ratio {row['ratio']['p50']:.2f} "
-        f"({row['ratio']['min']:.2f} to {row['ratio']['max']:.2f})"
+        f"({row['ratio']['min']:.2f} to {row['ratio']['max']:.2f}), whole groups {row['ratio_whole']['p50']:.2f}"
         for row in rows
     ]
     finish(args, {"rows": rows}, lines)

@@ -251,16 +251,16 @@ def measure_attention(engine: Any) -> CostProfile:
 
 
 def exact_numerics(engine: Any, layout: Layout) -> tuple[ExactNumerics, str]:
-    """Whether exact numerics hold on this CPU, and one line that names the differing ways.
+    """Prepares an engine for them: whether exact numerics hold on this CPU, and one line that names the differing ways.
 
     ("", "") where none are claimed, or the cache is too small to try.
     """
     if layout.layers == 0 or layout.numerics != "exact":
         return "", ""
-    from halfmoon.workers.model.self_test import known_differing_ways
+    from halfmoon.workers.model.self_test import prepare_exact
     from halfmoon.workers.profiler import profile_key
 
-    differing = known_differing_ways(engine, profile_key(engine))
+    differing = prepare_exact(engine, profile_key(engine))
     if differing is None:
         return "", ""
     if not differing:

@@ -53,8 +53,8 @@ async def run(args: argparse.Namespace) -> int:
 
     layout = models.layout_of(args)
     engine = models.build_engine(args, layout, kv_blocks=layout.blocks(models.context_tokens_max(args)))
-    profile = measure(engine, budget_s=args.budget_s)
     held, warning = models.exact_numerics(engine, layout)
+    profile = measure(engine, budget_s=args.budget_s)
     fields = msgspec.structs.asdict(profile)
     if args.json:
         described = {

@@ -33,10 +33,8 @@ def with_parts(
     if not isinstance(engine.attention, ExactAttention) or engine.device.type != "cpu":
         return profile
     profile = fit_attention(profile, attention_times(engine, blocks, context, budget_s / 2))
-    rows = [count for count in _LINEAR_ROWS if count <= engine.decode_rows_multiple]
-    profile = fit_linear(
-        profile, _linear_times(engine, blocks, rows, budget_s / 4), engine.decode_rows_multiple
-    )
+    rows = [count for count in _LINEAR_ROWS if count <= engine.group_rows]
+    profile = fit_linear(profile, _linear_times(engine, blocks, rows, budget_s / 4), engine.group_rows)
     # Whole rows of a few groups, as in a layer's messages.
     row_bytes = engine.config.heads * engine.config.head_dim * engine.dtype.itemsize
     trips = channel_times([0, row_bytes, 16 * row_bytes, 64 * row_bytes], budget_s / 4)

@@ -74,7 +74,7 @@ async def run(args: argparse.Namespace) -> int:
     stages = stage_channels(
         args, worker_id, layout, prefills=any(ROLES[one].duties == {"prompts"} for one in (role, *may_become))
     )
-    engine, profile = _engine(
+    engine, held, profile = _engine(
         args,
         layout,
         f"{role} worker {worker_id}",
@@ -97,9 +97,7 @@ async def run(args: argparse.Namespace) -> int:
         layout=layout,
         profile=profile,
         context_tokens_max=context,
-        exact_numerics=_tried(engine, layout, f"{role} worker {worker_id}")
-        if duties & {"prompts", "batch"}
-        else "",
+        exact_numerics=held,
         lending=lending,
         stage_channels=stages,
         cache_elsewhere=elsewhere,
@@ -172,17 +170,20 @@ def class_of(role: WorkerRole) -> type[Worker]:
 
 def _engine(
     args: argparse.Namespace, layout: Layout, who: str, *, kv_blocks: int, kv_heads: int, elsewhere: bool
-) -> tuple[Any, CostProfile]:
-    """An engine (of an attention worker: a cache of `kv_heads` and the operator), and its cost profile."""
+) -> tuple[Any, ExactNumerics, CostProfile]:
+    """An engine (of an attention worker: a cache of `kv_heads` and the operator), whether exact numerics hold, and its
+    cost profile.
+    """
     if kv_heads:
         operator = models.build_attention(args, layout, kv_blocks=kv_blocks, kv_heads=kv_heads)
-        return operator, models.measure_attention(operator)
+        return operator, "", models.measure_attention(operator)
     started = time.monotonic()
     engine = models.build_engine(args, layout, kv_blocks=kv_blocks, cache_elsewhere=elsewhere)
     loaded = time.monotonic()
+    held = _tried(engine, layout, who)  # before the profile: it finds out how many rows a product needs
     profile = models.measure_profile(engine, layout)
     say(f"{who}: loaded in {loaded - started:.1f} s, measured in {time.monotonic() - loaded:.1f} s")
-    return engine, profile
+    return engine, held, profile
 
 
 def _kv_blocks(role: WorkerRole, layout: Layout, context: int, *, elsewhere: bool) -> int:

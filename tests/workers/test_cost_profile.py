@@ -178,7 +178,7 @@ def test_a_real_engine_is_measured_once(
     assert profile.prefill_ns(1024, 0) > 0
     assert profile.attention_ns(1, 8, 8_000) > 0
     assert profile.channel_ns(1, 100_000) > 0
-    assert profile.group_rows == engine.decode_rows_multiple
+    assert profile.group_rows == engine.group_rows
     place = tmp_path / "halfmoon" / "profiles" / f"{profile_key(engine)}.json"
     kept = place.read_text()
     with monkeypatch.context() as unmeasurable:
@@ -264,7 +264,9 @@ def null_engine(model: LoadedModel) -> NullEngine:
 
 
 #: For KV that is elsewhere, of which a null engine has none.
-OF_ELSEWHERE = {"decode_rows_multiple", "groups_of", "pooled_segments"}
+OF_ELSEWHERE = {"groups_of", "pooled_segments"}
+#: For groups of rows, which a null engine does not multiply.
+OF_GROUPS = {"group_rows", "product_rows"}
 #: For layers that several workers share, of which a null engine has none.
 OF_STAGES = {"activation", "prefill_stage"}
 #: For rows that a similar prompt's KV spares, of which a null engine computes none.
@@ -274,7 +276,7 @@ OF_REFERENCES = {"transformer"}
 def test_the_null_engine_has_every_public_name_of_the_engine(model_f32: LoadedModel) -> None:
     real = Engine(model_f32, num_blocks=1, block_tokens=16, exact=True)
     names = {name for name in dir(real) if not name.startswith("_")} - {"attention", "device"}
-    names -= OF_ELSEWHERE | OF_STAGES | OF_REFERENCES
+    names -= OF_ELSEWHERE | OF_GROUPS | OF_STAGES | OF_REFERENCES
     assert names <= set(dir(null_engine(model_f32)))
     cache = {name for name in dir(real.cache) if not name.startswith("_")} - {"k", "v", "device", "dtype"}
     assert cache <= set(dir(null_engine(model_f32).cache))

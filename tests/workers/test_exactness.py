@@ -17,6 +17,7 @@ from reference import prefill
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.layer_hooks import LayerHooks
 from halfmoon.workers.model.loading.files import LoadedModel
+from halfmoon.workers.model.self_test import invariant_row_counts
 
 BLOCK_TOKENS = 64
 LENGTHS = (300, 64, 129, 5)
@@ -40,7 +41,9 @@ def model(request: pytest.FixtureRequest) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def engine(model: LoadedModel) -> Engine:
-    return Engine(model, num_blocks=160, block_tokens=BLOCK_TOKENS, exact=True)
+    engine = Engine(model, num_blocks=160, block_tokens=BLOCK_TOKENS, exact=True)
+    engine.product_rows = invariant_row_counts(engine)  # as a worker has them
+    return engine
 
 
 def blocks(tokens: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from planted import flip_a_bit, sum_in_two_halves
 from halfmoon.cli import model as models
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.model.engine import Engine
+from halfmoon.workers.model.linear import Linear
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.self_test import (
     AGAIN,
@@ -22,7 +24,9 @@ from halfmoon.workers.model.self_test import (
     BLOCKS_MIN,
     CACHED,
     differing_ways,
-    known_differing_ways,
+    invariant_row_counts,
+    prepare_exact,
+    trial_of,
 )
 
 
@@ -92,18 +96,68 @@ def test_a_planted_difference_is_named(model: LoadedModel, kind: type[Engine], e
     assert engine.allocator.free_blocks == BLOCKS_MIN
 
 
+class _FewRowsMatter(Linear):
+    """One unit in the last place of the last row, where there are fewer than six."""
+
+    def __init__(self, product: Linear) -> None:
+        self._product = product
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        made = self._product(x).clone()
+        if len(x) < 6:
+            made[-1, 0] = torch.nextafter(made[-1, 0], torch.tensor(torch.inf))
+        return made
+
+
+@pytest.mark.parametrize("product", ["_qkv", "_out", "_gate_up", "_down", "_head"])
+def test_rows_that_a_product_computes_otherwise_are_padded(model: LoadedModel, product: str) -> None:
+    engine = engine_of(Engine, model)
+    assert engine.product_rows == (16,)
+    at: Any = engine.transformer if product == "_head" else engine.transformer.layers[1]
+    setattr(at, product, _FewRowsMatter(getattr(at, product)))
+    trial = trial_of(engine)
+    assert trial.product_rows == engine.product_rows
+    assert min(trial.product_rows) >= 6
+    assert max(trial.product_rows) == 16
+    assert trial.differing == []
+
+
+def test_where_a_batch_differs_all_the_same_no_group_is_cut_short(model: LoadedModel) -> None:
+    engine = engine_of(_BatchMatters, model)
+    trial = trial_of(engine)
+    assert (trial.product_rows, trial.differing) == ((16,), [BATCHED])
+
+
+def test_fewer_rows_change_no_bit(model: LoadedModel) -> None:
+    whole, cut = engine_of(Engine, model), engine_of(Engine, model)
+    cut.product_rows = invariant_row_counts(cut)
+    for engine in (whole, cut):
+        for block in range(BLOCKS_MIN):
+            engine.prefill_chunk([(7 * i + block) % 999 for i in range(32)], 0, [block])
+    for batch in range(1, 17):
+        # Sequences of one block write nothing that another reads: each token is the block's last.
+        step = ([9 + row for row in range(batch)], [31] * batch, [[row % BLOCKS_MIN] for row in range(batch)])
+        digests = [[engine.logits_digest(row) for row in engine.decode(*step)] for engine in (whole, cut)]
+        assert digests[0] == digests[1], batch
+
+
 def test_one_answer_is_kept_for_each_key(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ill, well = engine_of(_BatchMatters, model), engine_of(Engine, model)
-    assert known_differing_ways(ill, "one") == [BATCHED]
-    assert known_differing_ways(well, "one") == [BATCHED]  # as it was kept
+    assert prepare_exact(ill, "one") == [BATCHED]
+    assert prepare_exact(well, "one") == [BATCHED]  # as it was kept
     place = tmp_path / "halfmoon" / "profiles" / "one.numerics.json"
     place.write_text("{}")
-    assert known_differing_ways(well, "one") == differing_ways(well)
+    assert prepare_exact(well, "one") == differing_ways(well)
     engine = Engine(model, num_blocks=BLOCKS_MIN - 1, block_tokens=32, exact=True)
-    assert known_differing_ways(engine, "one") is None
+    assert prepare_exact(engine, "two") is None
+    assert engine.product_rows == (16,)
+    kept = json.loads(place.read_text()) | {"product_rows": [4, 16]}
+    place.write_text(json.dumps(kept))
+    assert prepare_exact(engine, "one") == []
+    assert engine.product_rows == (4, 16)
 
 
 def test_what_does_not_hold_is_said_in_one_line(

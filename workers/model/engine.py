@@ -5,7 +5,8 @@ runs alone or in a batch, and wherever its blocks lie, because every row goes th
 the same shapes:
 
 - prefill runs on an absolute grid, one block of the cache at a time, so a prefix hit cannot shift a boundary;
-- matrix products of decode see `decode_rows_multiple` rows, always; a larger batch is several such groups;
+- matrix products of decode see one of `product_rows` rows, which give each row the same bits; a batch larger than
+  the most of them is several such groups;
 - attention runs for each sequence alone, over fixed segments of its tokens, whose results merge in order
   (`attention.exact`).
 
@@ -68,7 +69,7 @@ class Engine:
         block_tokens: int,
         exact: bool,
         attention: str = "auto",
-        decode_rows_multiple: int = 16,
+        group_rows: int = 16,
         segment_tokens: int | None = None,
         query_first: bool = False,
         masks: GrammarMasks | None = None,
@@ -92,7 +93,11 @@ class Engine:
         base = make_attention(attention, self.device, model.dtype, block_tokens, exact=exact)
         segment = default_segment_tokens(block_tokens) if segment_tokens is None else segment_tokens
         self.attention: Attention = ExactAttention(base, segment) if exact and segment else base
-        self.decode_rows_multiple = decode_rows_multiple
+        #: Sequences of a decode step's group in exact mode, at most.
+        self.group_rows = group_rows
+        #: Rows that a group may have with those of padding, ascending: each number gives a row the bits of the last.
+        #: There are others than the last only where `self_test` has seen that they do here.
+        self.product_rows: tuple[int, ...] = (group_rows,)
         self._masks = masks
 
     @property
@@ -192,7 +197,7 @@ class Engine:
             return None
         last = x[count - 1 : count]
         if self.exact:
-            last = torch.cat([last, last.new_zeros(self.decode_rows_multiple - 1, last.shape[1])])
+            last = torch.cat([last, last.new_zeros(self._whole_group(1) - 1, last.shape[1])])
         return self._model.logits(last)[0]
 
     def _score(self, x: Tensor, chunk: PromptRows) -> None:
@@ -331,9 +336,9 @@ class Engine:
 
     def groups_of(self, batch: int, groups: int = 1) -> list[slice]:
         """The slices into which `decode` divides `batch` sequences, at least `groups` of them: in exact mode a group
-        has at most `decode_rows_multiple`, in fast mode there is one.
+        has at most `group_rows`, in fast mode there is one.
         """
-        return cut(batch, self.decode_rows_multiple, groups) if self.exact else [slice(0, batch)]
+        return cut(batch, self.group_rows, groups) if self.exact else [slice(0, batch)]
 
     def _decode_rows(
         self,
@@ -421,8 +426,12 @@ class Engine:
         self, token_ids: Sequence[int], positions: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As `_enter`, and room for attention's result."""
-        padded = self.decode_rows_multiple if self.exact else len(token_ids)
+        padded = self._whole_group(len(token_ids)) if self.exact else len(token_ids)
         return *self._enter(token_ids, positions, padded), self._room(padded)
+
+    def _whole_group(self, rows: int) -> int:
+        """In exact mode: with the rows of padding."""
+        return next(count for count in self.product_rows if count >= rows)
 
     def _room(self, rows: int) -> Tensor:
         """For attention's result; rows of padding stay 0."""

@@ -2,15 +2,21 @@
 
 Exact mode rests on products of one shape giving one result wherever their operands lie. That is a property of the
 CPU, of the build of torch and of the number of threads, which no code can promise: so it is tried, once for each.
+
+So are products of fewer rows. Padded to a whole group, those of one sequence take up to twice their time. A library may
+add up a product of fewer rows in another order, and does so for some shapes only: AVX-512 kernels of oneDNN for one row
+of 1,536 inputs in f32, but not for two. The numbers of rows that change no bit are found out here.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from halfmoon.workers.model.engine import Engine, Tensor
 from halfmoon.workers.model.loading.cache_files import cache_folder, held_lock, replace_file
@@ -22,12 +28,70 @@ BLOCKS_MIN = 5
 """Free blocks that the test needs: two requests of two blocks and one of one."""
 
 _STEPS = 2
+_ROW_COUNTS = (1, 2, 4, 8, 12)
+"""Tried below a whole group. Products of up to four rows take the time of one: numbers between would gain little."""
+_LAYERS_TRIED = 8
+"""Of one shape, with other weights: bf16 hides most differences of f32 sums, and shows some in so many."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """`product_rows` as `Engine` has them, and the ways of `differing_ways` with them."""
+
+    product_rows: tuple[int, ...]
+    differing: list[str]
+
+
+def trial_of(engine: Engine) -> Trial:
+    """Takes one or two seconds with a model of 135 M parameters, and `BLOCKS_MIN` free blocks meanwhile."""
+    engine.product_rows = invariant_row_counts(engine)
+    differing = differing_ways(engine)
+    if BATCHED in differing and len(engine.product_rows) > 1:
+        engine.product_rows = engine.product_rows[-1:]
+        differing = differing_ways(engine)
+    return Trial(engine.product_rows, differing)
+
+
+@torch.inference_mode()
+def invariant_row_counts(engine: Engine) -> tuple[int, ...]:
+    """Numbers of rows, ascending up to a whole group's: among so many a row has the bits that it has in a whole group,
+    wherever it stands in either.
+    """
+    model, rows = engine.transformer, engine.group_rows
+    layers = model.layers[:: max(1, len(model.layers) // _LAYERS_TRIED)]
+    draw = torch.Generator().manual_seed(1)
+
+    def drawn(width: int) -> Tensor:
+        return torch.randn(rows, width, generator=draw).to(engine.device, engine.dtype)
+
+    hidden, attended = drawn(engine.config.hidden), drawn(engine.config.heads * engine.config.head_dim)
+    cos, sin = model.rotary.rows(torch.arange(rows, device=engine.device))
+
+    def made(part: slice) -> list[Tensor]:
+        x, results = hidden[part].clone(), []
+        for layer in layers:
+            results += [each.clone() for each in layer.project(x, cos[part], sin[part])]
+            x = layer.finish(x, attended[part].clone())
+            results.append(x.clone())
+        return [*results, model.logits(x)]
+
+    whole = made(slice(0, rows))
+
+    def same(count: int) -> bool:
+        parts = [slice(at, at + count) for at in {*range(0, rows - count, count), rows - count}]
+        return all(
+            torch.equal(few, all_rows[part])
+            for part in parts
+            for few, all_rows in zip(made(part), whole, strict=True)
+        )
+
+    return *(count for count in _ROW_COUNTS if count < rows and same(count)), rows
 
 
 def differing_ways(engine: Engine) -> list[str]:
     """The ways of serving a request that give other bits than serving it cold and alone; none where exact mode holds.
 
-    Takes about a second with a model of 135 M parameters. Uses `BLOCKS_MIN` free blocks, and gives them back.
+    Uses `BLOCKS_MIN` free blocks, and gives them back.
     """
     size = engine.block_tokens
     long = [(i * i * 31 + 17 * i) % (engine.config.vocab - 1) for i in range(size + max(1, size // 16))]
@@ -53,32 +117,44 @@ def differing_ways(engine: Engine) -> list[str]:
     return found
 
 
-def known_differing_ways(engine: Engine, key: str) -> list[str] | None:
-    """`differing_ways`, from the cache folder where `key` was tried before; None where it cannot be tried.
+def prepare_exact(engine: Engine, key: str) -> list[str] | None:
+    """Gives the engine its `product_rows`. Returns the `differing_ways`; None where they are not known and the cache is
+    too small to try.
 
-    `key` names all that the answer depends on: model, dtype, CPU, threads and build of torch.
+    Both are from the cache folder where `key` was tried before. It names all that they depend on: model, dtype, CPU,
+    threads and build of torch.
     """
-    if engine.allocator.free_blocks < BLOCKS_MIN:
-        return None
     path = cache_folder("profiles") / f"{key}.numerics.json"
     known = _read(path)
-    if known is not None:
-        return known
-    with held_lock(path.with_suffix(".lock")):
-        known = _read(path)
-        if known is None:
-            known = differing_ways(engine)
-            text = json.dumps({"differing": known})
-            replace_file(path, lambda place: place.write_text(text))
-    return known
+    if known is None:
+        if engine.allocator.free_blocks < BLOCKS_MIN:
+            return None
+        with held_lock(path.with_suffix(".lock")):
+            known = _read(path)
+            if known is None:
+                known = trial_of(engine)
+                text = json.dumps({"product_rows": known.product_rows, "differing": known.differing})
+                replace_file(path, lambda place: place.write_text(text))
+    if known.product_rows[-1] == engine.group_rows:
+        engine.product_rows = known.product_rows
+    return known.differing
 
 
-def _read(path: Path) -> list[str] | None:
+def _read(path: Path) -> Trial | None:
     try:
-        found = json.loads(path.read_text())["differing"]
+        kept = json.loads(path.read_text())
+        rows, differing = tuple(kept["product_rows"]), kept["differing"]
     except (OSError, ValueError, RecursionError, TypeError, KeyError):
         return None
-    return found if isinstance(found, list) and all(isinstance(each, str) for each in found) else None
+    if (
+        not rows
+        or not all(type(count) is int and count > 0 for count in rows)
+        or sorted(set(rows)) != list(rows)
+    ):
+        return None
+    if not isinstance(differing, list) or not all(isinstance(each, str) for each in differing):
+        return None
+    return Trial(rows, differing)
 
 
 def _prefilled(engine: Engine, prompt: Sequence[int], table: Sequence[int], *, start: int = 0) -> str:

@@ -219,7 +219,7 @@ KINDS: list[Kind] = [
         (ProfileInvalid,),
     ),
     Kind(_json(lambda draw: _MEASURED), kept_profile._read),
-    Kind(_json(lambda draw: {"differing": ["batch"]}), self_test._read),
+    Kind(_json(lambda draw: {"product_rows": [2, 16], "differing": ["batch"]}), self_test._read),
 ]  # fmt: skip
 
 
