@@ -1,4 +1,4 @@
-"""Ports that are held until their server comes."""
+"""Ports that are held until their server comes, and those that a cluster takes by itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from halfmoon.cli.local.ports import PreferredPorts
 from tests.ports import HeldPorts
 
 
@@ -45,3 +46,17 @@ def test_the_kernel_gives_a_held_port_to_nobody() -> None:
         assert len({other.first for other in others}) == 200
         for other in others:
             other.close()
+
+
+def test_two_clusters_that_start_at_once_take_different_ports() -> None:
+    with HeldPorts() as port:
+        one, other = PreferredPorts(), PreferredPorts()
+        assert one.take(port) == port
+        assert other.take(port) != port  # though nobody listens yet
+        one.close()
+        assert other.take(port) == port
+        other.close()
+        with listening(port, again=True):
+            assert one.take(port) != port
+        assert one.take(port) == port
+        one.close()

@@ -23,7 +23,7 @@ from halfmoon.cli.local.credentials import credentials_of, make_credentials
 from halfmoon.cli.local.flags import DRAIN_S, process_flags, secret_environment, worker_flags
 from halfmoon.cli.local.forked import ForkServer
 from halfmoon.cli.local.log_server import LogServer, begin_log
-from halfmoon.cli.local.ports import port_or_free, wanted_port
+from halfmoon.cli.local.ports import PreferredPorts, wanted_port
 from halfmoon.cli.local.supervisor import Child, Supervisor
 from halfmoon.cli.metrics import Targets
 from halfmoon.cli.options import (
@@ -65,6 +65,7 @@ class LocalCluster:
         self.bus: Bus | None = None
         self.supervisor = Supervisor(self._on_death, self._on_line)
         self.http_port = 0
+        self._ports = PreferredPorts()
         self.targets = Targets(args.metrics_port)
         self.joined: set[str] = set()
         #: Processes that refused their options or the model, with the words of each: a restart mends neither.
@@ -112,7 +113,7 @@ class LocalCluster:
         self._start_fork_server(layout)
         if not args.nats:
             self._keep_one_old_log()
-            port = wanted_port("--nats-port", args.nats_port, "127.0.0.1") or port_or_free(4222)
+            port = wanted_port("--nats-port", args.nats_port, "127.0.0.1") or self._ports.take(4222)
             permissions = make_credentials(args, self.directory)
             self.server = EmbeddedServer.start(self.directory / "nats", port=port, extra_config=permissions)
             self.log_server = LogServer(self.server, self.say, free_bytes_min=args.log_free_mib_min << 20)
@@ -191,7 +192,7 @@ class LocalCluster:
             name = f"vllm-{number}"
             await self._child(name, "adapt", {"id": name, "url": url}, words=("vllm",))
             names.add(name)
-        http_port = self.http_port or port_or_free(8000)
+        http_port = self.http_port or self._ports.take(8000)
         scheme = "https" if args.ssl_certfile else "http"
         self.http = f"{scheme}://{args.http_host}:{http_port}"
         log_dir = str(self.server.directory) if self.server is not None else ""

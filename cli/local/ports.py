@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 
 from halfmoon.bus.embedded import free_port
@@ -20,9 +19,29 @@ def wanted_port(option: str, port: int, host: str) -> int:
     return port
 
 
-def port_or_free(port: int) -> int:
-    with socket.socket() as probe, contextlib.suppress(OSError):
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
+class PreferredPorts:
+    """Ports that nobody asked for by number. Those that were taken are this object's as long as it lives: another
+    cluster that starts at the same time finds a port free until the server behind it listens.
+    """
+
+    def __init__(self) -> None:
+        self._claims: list[socket.socket] = []
+
+    def take(self, port: int) -> int:
+        """`port`, or a free one where somebody has it."""
+        # A name without a file: the kernel frees it with the process, and it counts for as many as the port does.
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0halfmoon-port-{port}")
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            claim.close()
+            return free_port()
+        self._claims.append(claim)
         return port
-    return free_port()
+
+    def close(self) -> None:
+        for claim in self._claims:
+            claim.close()
