@@ -11,6 +11,7 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
+from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.roles import MemberRole, WorkerRole
 from halfmoon.schemas.similar import Reference
@@ -220,11 +221,14 @@ class RejectRequest(Message, frozen=True):
 
 
 class FailRequest(Message, frozen=True):
-    """To a frontend: the request was accepted and cannot be finished; the client gets the reason."""
+    """To a frontend: the request was accepted and cannot be finished; the client gets the reason. `refusal`: as what,
+    where an engine refused it.
+    """
 
     request_id: Id
     frontend_id: Id
     message: Text
+    refusal: EngineRefusal | None = None
 
 
 class AnnounceYourself(Message, frozen=True):

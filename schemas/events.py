@@ -11,6 +11,7 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta
 
 from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.lending import PlaceWait
 from halfmoon.schemas.policy import Layout, Policy
 from halfmoon.schemas.roles import WorkerRole
@@ -377,6 +378,8 @@ class PrefillFailed(Message, frozen=True):
     retryable: bool = True
     #: The worker that did not do its part of a prompt which several compute; "": it was this one.
     stage_id: str = ""
+    #: What its engine answered, in place of a token.
+    refusal: EngineRefusal | None = None
 
 
 class DecodeStarted(Message, frozen=True):
@@ -406,6 +409,7 @@ class DecodeFailed(Message, frozen=True):
     worker_id: Id
     reason: Text
     retryable: bool = True
+    refusal: EngineRefusal | None = None
 
 
 class RequestFinished(Message, frozen=True):

@@ -454,9 +454,9 @@ def _half_failed(state: State, event: PrefillFailed | DecodeFailed, out: StepOut
     booking.withdraw(state, order, out, prefill_runs=half != "prefill", decode_runs=half != "decode")
     if event.retryable:
         orders.avoid(request, failed)
-        orders.place(state, request, event.reason, out)
+        orders.place(state, request, event.reason, out, event.refusal)
     else:
-        orders.fail(state, request, event.reason, out)
+        orders.fail(state, request, event.reason, out, event.refusal)
 
 
 def _decode_refused(state: State, event: DecodeRefused, out: StepOutput) -> None:

@@ -38,6 +38,7 @@ from halfmoon.schemas.decisions import (
     RejectRequest,
     SetTimer,
 )
+from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.types import INT_MAX
 
@@ -110,11 +111,13 @@ def accept_again(state: State, event: RequestArrived, out: StepOutput) -> None:
     place(state, request, "its answer was lost", out)
 
 
-def place(state: State, request: Request, lost_reason: str, out: StepOutput) -> None:
-    """Place, park, or fail for good a request that was accepted and has no order any more (`lost_reason`)."""
+def place(
+    state: State, request: Request, lost_reason: str, out: StepOutput, refusal: EngineRefusal | None = None
+) -> None:
+    """Place, park, or fail for good a request that was accepted and has no order any more: `lost_reason`, `refusal`."""
     if request.placements >= state.policy.placements_max:
         message = f"placed {request.placements} times, and each time lost; last: {lost_reason or 'no reason was given'}"
-        fail(state, request, message, out)
+        fail(state, request, message, out, refusal)
         return
     costed = _cost(state, request, again=True)
     placement = choose_again(costed)
@@ -205,13 +208,18 @@ def reject(state: State, event: RequestArrived, refusal: Refusal, out: StepOutpu
     )
 
 
-def fail(state: State, request: Request, message: str, out: StepOutput) -> None:
+def fail(
+    state: State, request: Request, message: str, out: StepOutput, refusal: EngineRefusal | None = None
+) -> None:
     """The end of a request that has no order."""
     end(state, request)
     state.counters.failed += 1
     out.append(
         FailRequest(
-            request_id=request.event.request_id, frontend_id=request.event.frontend_id, message=message[:512]
+            request_id=request.event.request_id,
+            frontend_id=request.event.frontend_id,
+            message=message[:512],
+            refusal=refusal,
         )
     )
 

@@ -48,7 +48,7 @@ class Engine:
         self.tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
         # Faults.
         self.unsent = 0
-        self.refuses: tuple[int, str] | None = None
+        self.refuses: dict[str, Any] = {}
         #: Answers stand still after so many tokens, until they are let go.
         self.held_after = 0
         self.let_go = asyncio.Event()
@@ -135,9 +135,13 @@ class Engine:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if self.refuses is not None:
-            status, message = self.refuses
-            return web.json_response({"error": {"message": message}}, status=status)
+        if refuses := self.refuses:
+            status, error = refuses["status"], refuses["error"]
+            if not refuses.get("streamed"):
+                headers = refuses.get("headers")
+                return web.json_response({"error": error}, status=status, headers=headers)
+            line = b"data: " + json.dumps({"error": {**error, "code": status}}).encode() + b"\n\n"
+            return web.Response(body=line, content_type="text/event-stream")
         tokens, salt = list(body["prompt"]), body.get("cache_salt", "")
         about = {"prompt": len(tokens), "cached": 0, "drawn": 0, "end": "", "salt": salt, "body": body}
         self.asked.append(about)
@@ -229,7 +233,7 @@ class Engine:
             case "events":
                 self.publish(body["events"])
             case "refuse":
-                self.refuses = (body["status"], body["message"]) if body["status"] else None
+                self.refuses = body if body["status"] else {}
         return web.json_response({})
 
     async def health(self, _: web.Request) -> web.Response:

@@ -9,6 +9,7 @@ import pytest
 
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartMixed
+from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.events import (
     DecodeFailed,
     DecodeStarted,
@@ -219,6 +220,9 @@ def test_what_cannot_be_done_fails_for_good(fields: dict[str, Any], reason: str)
     state.on(ordered())
     (failed,) = reports(state.on(taken(**fields)))
     assert (type(failed), failed.reason, failed.retryable) == (PrefillFailed, reason, False)
+    param = reason.partition(":")[0]
+    wrong = EngineRefusal(status=400, param="" if "(" in param else param)
+    assert failed.refusal == (wrong if "sampling" in fields else None)
 
 
 def test_a_broken_answer_fails_the_half_that_it_is_in() -> None:
@@ -228,8 +232,11 @@ def test_a_broken_answer_fails_the_half_that_it_is_in() -> None:
         state.on(taken())
         for event in before:
             state.on(event)
-        broke = state.on(AnswerBroke(at_ns=0, order_id="o1", reason="x", retryable=True))
-        assert [(type(event), event.retryable) for event in reports(broke)] == [(kind, True)]
+        refusal = EngineRefusal(status=503)
+        broke = state.on(AnswerBroke(at_ns=0, order_id="o1", reason="x", retryable=True, refusal=refusal))
+        assert [(type(event), event.retryable, event.refusal) for event in reports(broke)] == [
+            (kind, True, refusal)
+        ]
         odd = machine()
         for event in (ordered(), taken(), *before):
             odd.on(event)

@@ -207,6 +207,7 @@ def test_what_is_told_of_is_what_a_plain_count_says(seed: int) -> None:
 def test_bad_payloads_cost_themselves_alone() -> None:
     good = {"type": "BlockRemoved", "block_hashes": [1, b"x"], "medium": None}
     bad = [
+        {"type": "BlockRemoved", "block_hashes": [b"n" * 65]},
         {"type": "BlockRemoved"}, {"type": "Unheard"}, {"type": "BlockRemoved", "block_hashes": ["a"]}, 7, None, [],
         {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [-1], "block_size": 1},
         {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1], "block_size": 0},
@@ -226,3 +227,8 @@ def test_bad_payloads_cost_themselves_alone() -> None:
         msgspec.msgpack.encode({"ts": 1}),
     ):
         assert read_batch(payload)[:2] == ([], 1)
+
+
+@pytest.mark.parametrize("time_s", [float("inf"), float("-inf"), float("nan"), 1e12, -1.0, None, "x", 7])
+def test_a_time_that_no_clock_shows_is_none(time_s: object) -> None:
+    assert read_batch(msgspec.msgpack.encode([time_s, [], 0])) == ([], 0, 0.0)

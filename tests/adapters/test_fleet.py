@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import nats
 import pytest
@@ -38,12 +39,20 @@ class FakeFleet(AdaptedFleet):
             each.fault(kind, **fields)
 
     @contextlib.contextmanager
-    def only(self, at: str) -> Iterator[None]:
+    def refusing(self, status: int, *names: str, **fields: Any) -> Iterator[None]:
+        """These engines, or all, refuse each request: with `error`, `headers`, in a stream where it is `streamed`."""
+        engines = [self.engines[name] for name in names or self.engines]
+        for each in engines:
+            each.fault("refuse", status=status, **{"error": {"message": "later"}, **fields})
+        try:
+            yield
+        finally:
+            for each in engines:
+                each.fault("refuse", status=0)
+
+    def only(self, at: str, status: int = 503) -> contextlib.AbstractContextManager[None]:
         """The other engine takes no request."""
-        other = self.engines[OTHER[at]]
-        other.fault("refuse", status=503, message="later")
-        yield
-        other.fault("refuse", status=0, message="")
+        return self.refusing(status, OTHER[at])
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +123,55 @@ async def test_sampling_reaches_the_engine(fleet: FakeFleet) -> None:
     assert body["max_tokens"] == 3
 
 
+async def refused(
+    fleet: FakeFleet, ids: list[int], **fields: Any
+) -> tuple[int, Mapping[str, str], dict[str, Any]]:
+    """What an HTTP client gets: status, headers, error."""
+    body = {"model": "smollm2-135m-instruct", "prompt": ids, "max_tokens": 4, "temperature": 0, **fields}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{fleet.cluster.http}/v1/completions", json=body) as response,
+    ):
+        return response.status, response.headers, (await response.json())["error"]
+
+
 async def test_what_an_engine_cannot_do_is_refused_by_name(fleet: FakeFleet) -> None:
-    with pytest.raises(AssertionError, match="bad_words: not over an engine behind an adapter"):
-        await fleet.ask(prompt(12), bad_words=["moon"])
+    status, _, error = await refused(fleet, prompt(12), bad_words=["moon"])
+    assert (status, error["param"], error["message"]) == (
+        400,
+        "bad_words",
+        "bad_words: not over an engine behind an adapter",
+    )
 
 
-async def test_an_engines_refusal_reaches_the_client(fleet: FakeFleet) -> None:
-    fleet.fault("refuse", status=400, message="no such thing here")
-    with pytest.raises(AssertionError, match="the engine answers 400: no such thing here"):
-        await fleet.ask(prompt(13))
-    fleet.fault("refuse", status=0, message="")
-    with fleet.only("vllm-1"):
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_an_engines_refusal_reaches_the_client(fleet: FakeFleet, status: int, streamed: bool) -> None:
+    error = {"message": "no such thing here", "type": "BadRequestError", "param": "top_k"}
+    with fleet.refusing(status, error=error, streamed=streamed):
+        for stream in (False, True):
+            got, _, said = await refused(fleet, prompt(13), stream=stream)
+            assert (got, said["param"], said["code"]) == (status, "top_k", "engine_refused")
+            assert said["message"] == f"the engine answers {status}: no such thing here"
+
+
+@pytest.mark.parametrize("status", [404, 429, 503])
+async def test_what_one_engine_refuses_for_now_another_one_answers(fleet: FakeFleet, status: int) -> None:
+    with fleet.only("vllm-1", status):
         for number in range(14, 18):
             assert (await fleet.ask(prompt(number)))["decode_worker"] == "vllm-1"
+    with fleet.refusing(status, headers={"retry-after": "7"}):
+        got, headers, said = await refused(fleet, prompt(21))
+    assert (got, said["param"], headers["retry-after"]) == (status, None, "7")
+    assert said["message"].endswith(f"the engine answers {status}: later")
+
+
+async def test_what_is_wrong_between_adapter_and_engine_is_not_the_clients_fault(fleet: FakeFleet) -> None:
+    with fleet.only("vllm-1", 401):
+        assert (await fleet.ask(prompt(22)))["decode_worker"] == "vllm-1"
+    with fleet.refusing(401):
+        got, _, said = await refused(fleet, prompt(22))
+    assert (got, said["code"]) == (500, "failed")
 
 
 async def placed_elsewhere(fleet: FakeFleet, ids: list[int]) -> tuple[bool, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from conductor_scripts import (
     MS,
@@ -34,6 +35,7 @@ from halfmoon.schemas.decisions import (
     StartDecode,
     StartPrefill,
 )
+from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.events import (
     DecodeFailed,
     DecodeRefused,
@@ -203,10 +205,14 @@ def test_a_request_that_was_placed_too_often_fails_with_the_last_reason(reason: 
     script = crowd(placements_max=2)
     script(arrived())
     script(failed("decode", "10-1", "d0"))
-    last = PrefillFailed(order_id="11-1", request_id="r1", worker_id="p0", reason=reason)
+    refusal = EngineRefusal(status=503, retry_after_ns=7 * S)
+    last = PrefillFailed(order_id="11-1", request_id="r1", worker_id="p0", reason=reason, refusal=refusal)
     failure = script(last)[-1]
     assert failure == FailRequest(
-        request_id="r1", frontend_id="f1", message=f"placed 2 times, and each time lost; last: {said}"
+        request_id="r1",
+        frontend_id="f1",
+        message=f"placed 2 times, and each time lost; last: {said}",
+        refusal=refusal,
     )
     assert decode_message(encode(failure), Decision) == failure  # of no more than 512 characters
 
@@ -228,15 +234,19 @@ def test_a_failed_decode_stops_its_prefill_and_is_placed_again() -> None:
     ]
 
 
+@pytest.mark.parametrize("refusal", [None, EngineRefusal(status=400, param="top_k")])
 @pytest.mark.parametrize(("half", "worker_id", "other"), [("prefill", "p0", "d0"), ("decode", "d0", "p0")])
-def test_what_cannot_be_retried_fails_with_its_reason(half: str, worker_id: str, other: str) -> None:
+def test_what_cannot_be_retried_fails_with_its_reason(
+    half: str, worker_id: str, other: str, refusal: EngineRefusal | None
+) -> None:
     script = pair()
     script(arrived())
-    assert script(failed(half, "7-1", worker_id, retryable=False)) == [
+    broke = msgspec.structs.replace(failed(half, "7-1", worker_id, retryable=False), refusal=refusal)
+    assert script(broke) == [
         CancelOrder(order_id="7-1", request_id="r1", worker_id=other),
         ReleaseOrder(order_id="7-1", node_id="n-p0"),
         ReleaseOrder(order_id="7-1", node_id="n-d0"),
-        FailRequest(request_id="r1", frontend_id="f1", message="broke"),
+        FailRequest(request_id="r1", frontend_id="f1", message="broke", refusal=refusal),
     ]
     assert script(arrived()) == []
 

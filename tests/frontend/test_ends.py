@@ -13,6 +13,7 @@ from frontend_double import LAYOUT, MODEL
 
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.decisions import FailRequest, Prediction
+from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.events import FrontendJoined, FrontendLeft, RequestArrived, RequestCancelled
 from halfmoon.schemas.tokens import ResendReply
 from halfmoon.workers.frontend import cluster_status
@@ -176,6 +177,38 @@ def test_a_failure_before_the_first_token_is_a_status_and_after_it_an_event(run:
         assert messages[-1]["error"]["message"] == "placed too often"
         status, _, _ = await cluster.post("/v1/completions", BODY)
         assert status == 500
+
+    run(scenario)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engines_refusal_is_told_as_its_status_with_the_field_and_the_time(run: Any, stream: bool) -> None:
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        failure = FailRequest(
+            request_id=arrived.request_id,
+            frontend_id=double.frontend_id,
+            message="no",
+            refusal=EngineRefusal(status=429, param="prompt", retry_after_ns=1_500_000_000),
+        )
+        await double.order(failure, seq)
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        chat = {"messages": [{"role": "user", "content": "x"}], "stream": stream}
+        for path, body, param in (
+            ("/v1/completions", {**BODY, "stream": stream}, "prompt"),
+            ("/v1/chat/completions", chat, "messages"),
+        ):
+            status, headers, answer = await cluster.post(path, body)
+            error = answer["error"]
+            assert (status, headers["retry-after"], headers["retry-after-ms"]) == (429, "2", "1500")
+            assert (error["message"], error["param"], error["code"], error["type"]) == (
+                "no",
+                param,
+                "engine_refused",
+                "rate_limit_error",
+            )
 
     run(scenario)
 

@@ -6,23 +6,39 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from halfmoon.schemas.engine_refusal import EngineRefusal
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import SampledToken, Sampling
 
 #: As vLLM writes the log probability of an impossible token.
 _LOGPROB_MIN = -9999.0
 _TOKEN_ID = "token_id:"  # noqa: S105
+#: A request that is wrong in itself is wrong at every engine.
+_WRONG = frozenset((400, 413, 422))
+#: Statuses that a client gets as they are. Others are of the way from here to the engine: its key, its path.
+_CLIENTS = _WRONG | {404, 429, 503}
+_RETRY_AFTER_S_MAX = 86_400
+_REASON_CHARACTERS_MAX, _PARAM_CHARACTERS_MAX = 300, 100
+#: In the text of an engine's own check: the field follows, and the request itself, which is no part of a log.
+_FIELD, _REPEATED = "'loc': ('body', '", ", 'input':"
 
 
 class Unanswerable(ValueError):
-    """The engine lacks something that a request asks for; the text names the field."""
+    """The engine lacks something that a request asks for; the text names the field. `param`: where it is one alone."""
+
+    def __init__(self, text: str, param: str) -> None:
+        super().__init__(text)
+        self.param = param
 
 
 class EngineRefused(Exception):
-    """The engine answered with an error, or with something unreadable. `retryable`: another engine may do better."""
+    """The engine answered with an error, or with something unreadable. `retryable`: another engine may do better.
+    `refusal`: what its client is to get where none does.
+    """
 
-    def __init__(self, reason: str, *, retryable: bool) -> None:
+    def __init__(self, reason: str, *, retryable: bool, refusal: EngineRefusal | None = None) -> None:
         super().__init__(reason)
-        self.retryable = retryable
+        self.retryable, self.refusal = retryable, refusal
 
 
 class Heard(NamedTuple):
@@ -91,14 +107,16 @@ def body_of(
 
 def _check(sampling: Sampling) -> None:
     """Raises Unanswerable for a field that vLLM's API takes as text alone, or not at all."""
+    lacking = "not over an engine behind an adapter"
+    if sampling.grammar:
+        raise Unanswerable(f"a grammar (response_format, tools): {lacking}", "")
     for field, wanted in (
-        ("a grammar (response_format, tools)", bool(sampling.grammar)),
         ("bad_words", bool(sampling.bad_words)),
         ("prompt_logprobs", sampling.prompt_logprobs >= 0),
         ("logits_digest", sampling.logits_digest),
     ):
         if wanted:
-            raise Unanswerable(f"{field}: not over an engine behind an adapter")
+            raise Unanswerable(f"{field}: {lacking}", field)
 
 
 def read_line(line: bytes, vocabulary: int) -> Heard | None:
@@ -113,7 +131,8 @@ def read_line(line: bytes, vocabulary: int) -> Heard | None:
     except (msgspec.DecodeError, RecursionError) as problem:
         raise EngineRefused(f"the engine's answer is not understood: {problem}", retryable=True) from None
     if said.error is not None:
-        raise EngineRefused(f"the engine: {_error_text(said.error)}", retryable=True)
+        code = said.error.get("code") if isinstance(said.error, dict) else None
+        raise _refused(code if isinstance(code, int) else 0, said.error)
     if not said.choices:
         return None
     choice = said.choices[0]
@@ -149,19 +168,45 @@ def _top(said: dict[str, float] | None) -> list[tuple[int, float]]:
     return sorted(found, key=lambda one: (-one[1], one[0]))
 
 
-def refusal_of(status: int, body: bytes) -> EngineRefused:
-    """The refusal for an answer that is no 200. A request that is wrong in itself is wrong at every engine."""
+def refusal_of(status: int, body: bytes, retry_after: str = "") -> EngineRefused:
+    """The refusal for an answer that is no 200. `retry_after`: its header."""
     try:
         said = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):
         said = None
-    error = said.get("error", said) if isinstance(said, dict) else None
-    text = _error_text(error) if error is not None else body[:200].decode(errors="replace")
-    return EngineRefused(
-        f"the engine answers {status}: {text}", retryable=not 400 <= status < 500 or status == 429
-    )
+    # vLLM's own form, that of its web framework, and the one of older releases.
+    error = said.get("error", said.get("detail", said)) if isinstance(said, dict) else None
+    if error is None:
+        error = body[:200].decode(errors="replace")
+    return _refused(status, error, retry_after)
 
 
-def _error_text(error: Any) -> str:
-    text = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(text).split())[:300]
+def _refused(status: int, error: Any, retry_after: str = "") -> EngineRefused:
+    """`status` 0: none was said."""
+    if isinstance(error, list) and error:
+        error = error[0]
+    text = error.get("message", error.get("msg", error)) if isinstance(error, dict) else error
+    text = " ".join(str(text).split())
+    refusal = None
+    if status in _CLIENTS:
+        wait_s = int(retry_after) if retry_after.isdecimal() and len(retry_after) < 10 else 0
+        refusal = EngineRefusal(
+            status=status,
+            param=_param_of(error, text)[:_PARAM_CHARACTERS_MAX],
+            retry_after_ns=min(wait_s, _RETRY_AFTER_S_MAX) * SECOND_NS,
+        )
+    said = f"the engine answers {status}" if status else "the engine"
+    reason = f"{said}: {text.partition(_REPEATED)[0][:_REASON_CHARACTERS_MAX]}"
+    return EngineRefused(reason, retryable=status not in _WRONG, refusal=refusal)
+
+
+def _param_of(error: Any, text: str) -> str:
+    """The request's field that an error is about; "": it names none."""
+    if isinstance(error, dict):
+        if isinstance(param := error.get("param"), str) and param:
+            return param.removeprefix("body.")
+        if isinstance(path := error.get("loc"), list):
+            return ".".join(str(part) for part in path if part != "body")
+    # The first quoted word that is a name: a step of the engine's own may stand before it.
+    words = text.partition(_FIELD)[2].split("'")[:3:2]
+    return next((word for word in words if word.isidentifier()), "")

@@ -157,7 +157,8 @@ class EngineApi:
                 f"{self.url}/v1/completions", data=raw, headers=headers
             ) as response:
                 if response.status != 200:
-                    raise refusal_of(response.status, await response.content.read(_BODY_BYTES_MAX))
+                    said = await response.content.read(_BODY_BYTES_MAX)
+                    raise refusal_of(response.status, said, response.headers.get("retry-after", ""))
                 async for line in response.content:
                     heard = read_line(line, vocabulary)
                     if heard is not None:

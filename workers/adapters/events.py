@@ -7,6 +7,7 @@ After HangUp nothing more is heard of an order.
 
 from __future__ import annotations
 
+from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.decode.events import ResendRequested
 from halfmoon.workers.machines import (
@@ -38,6 +39,7 @@ class AnswerBroke(OrderEvent, frozen=True, kw_only=True):
 
     reason: str
     retryable: bool
+    refusal: EngineRefusal | None = None
 
 
 class EngineLooked(WorkerEvent, frozen=True, kw_only=True):

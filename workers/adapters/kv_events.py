@@ -13,10 +13,13 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-BlockHash = int | bytes
+#: Names are kept: a longer one is no hash.
+BlockHash = int | Annotated[bytes, Meta(max_length=64)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 #: Longer ones are no cache salts of ours, nor hashes of pictures.
 _EXTRA_CHARACTERS_MAX = 256
+#: Some thousand years after 1970.
+_TIME_S_MAX = 1e11
 
 
 class EngineStored(msgspec.Struct, frozen=True, tag="BlockStored", tag_field="type"):
@@ -86,4 +89,9 @@ def read_batch(payload: bytes) -> EventBatch:
             events.append(msgspec.convert(each, EngineEvent))
         except (msgspec.ValidationError, RecursionError):
             continue
-    return EventBatch(events, len(raw) - len(events), at_s if isinstance(at_s, float) else 0.0)
+    return EventBatch(events, len(raw) - len(events), _time_of(at_s))
+
+
+def _time_of(at_s: object) -> float:
+    """A restart is known by a later time, so one that no clock shows would hide all restarts after it."""
+    return at_s if isinstance(at_s, float) and 0 <= at_s <= _TIME_S_MAX else 0.0

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartMixed
+from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.events import (
     DecodeFailed,
     DecodeStarted,
@@ -102,7 +103,7 @@ class AdapterState:
                     request.asked_ns, request.cached_blocks = event.at_ns, event.cached_blocks
             case AnswerBroke():
                 if (request := self.requests.get(event.order_id)) is not None:
-                    self._fail(request, event.reason, retryable=event.retryable)
+                    self._fail(request, event.reason, retryable=event.retryable, refusal=event.refusal)
             case OrderCancelled():
                 if (request := self.requests.get(event.order_id)) is not None:
                     self._drop(request)
@@ -187,8 +188,9 @@ class AdapterState:
                 sequence.max_tokens,
                 sequence.sampling,
             )
-        except Unanswerable as problem:
-            self._fail(request, str(problem), retryable=False)
+        except Unanswerable as lack:
+            wrong = EngineRefusal(status=400, param=lack.param)
+            self._fail(request, str(lack), retryable=False, refusal=wrong)
             return
         self.out.append(AskEngine(event.order_id, body, sequence.block_keys))
 
@@ -299,7 +301,14 @@ class AdapterState:
         self.finished.keep(sequence)
         del self.requests[sequence.order_id]
 
-    def _fail(self, request: AdaptedRequest, reason: str, *, retryable: bool) -> None:
+    def _fail(
+        self,
+        request: AdaptedRequest,
+        reason: str,
+        *,
+        retryable: bool,
+        refusal: EngineRefusal | None = None,
+    ) -> None:
         order, reason = request.order, reason[:REASON_CHARACTERS_MAX]
         failed = PrefillFailed if request.sequence.result is None else DecodeFailed
         if request.asked_ns is not None:
@@ -314,6 +323,7 @@ class AdapterState:
                     worker_id=self.worker_id,
                     reason=reason,
                     retryable=retryable,
+                    refusal=refusal,
                 )
             )
         )

@@ -23,6 +23,7 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.telemetry.metrics import counter, gauge
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartMixed
+from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.events import StoreJoined
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.store.agent.announcer import Announcer
@@ -207,7 +208,7 @@ class AdapterWorker(Worker):
                     )
                 )
         except EngineRefused as problem:
-            self._broke(order_id, str(problem), retryable=problem.retryable)
+            self._broke(order_id, str(problem), retryable=problem.retryable, refusal=problem.refusal)
         except EngineAway as problem:
             await self._look_now()
             self._broke(order_id, str(problem), retryable=True)
@@ -221,9 +222,18 @@ class AdapterWorker(Worker):
         self._look.set()
         await there
 
-    def _broke(self, order_id: str, reason: str, *, retryable: bool) -> None:
-        now_ns = time.monotonic_ns()
-        self.hear(AnswerBroke(at_ns=now_ns, order_id=order_id, reason=reason, retryable=retryable))
+    def _broke(
+        self, order_id: str, reason: str, *, retryable: bool, refusal: EngineRefusal | None = None
+    ) -> None:
+        self.hear(
+            AnswerBroke(
+                at_ns=time.monotonic_ns(),
+                order_id=order_id,
+                reason=reason,
+                retryable=retryable,
+                refusal=refusal,
+            )
+        )
 
     async def _look_after(self) -> None:
         """Returns when the engine is lost."""

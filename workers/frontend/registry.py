@@ -42,7 +42,7 @@ from halfmoon.workers.frontend.intake import RequestIntake
 from halfmoon.workers.frontend.log_health import LogHealth
 from halfmoon.workers.frontend.metrics import FrontendMetrics, LogDisk
 from halfmoon.workers.frontend.open_request import Listener, OpenRequest
-from halfmoon.workers.frontend.rejections import rejection
+from halfmoon.workers.frontend.rejections import failure, rejection
 from halfmoon.workers.frontend.spans import end_request
 from halfmoon.workers.frontend.tenants import ALL_TENANTS
 from halfmoon.workers.frontend.token_exchange import TokenExchange
@@ -247,7 +247,7 @@ class RequestRegistry:
                     self.metrics.rejected(decision.reason)
                     self.fail(request, rejection(decision, chat=request.ask.chat))
                 else:
-                    self.fail(request, ApiError(500, decision.message, code="failed"))
+                    self.fail(request, failure(decision, chat=request.ask.chat))
 
     def _announce(self) -> None:
         """A conductor does not know us: say again who we are and what is open. It knows repeats for what they

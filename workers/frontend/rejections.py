@@ -1,9 +1,9 @@
-"""The conductor's refusals, in the words of the API."""
+"""The conductor's refusals and failures, in the words of the API."""
 
 from __future__ import annotations
 
 from halfmoon.schemas.api.errors import ApiError
-from halfmoon.schemas.decisions import Prediction, RejectReason, RejectRequest
+from halfmoon.schemas.decisions import FailRequest, Prediction, RejectReason, RejectRequest
 from halfmoon.schemas.numbers import MS_NS
 
 #: 429 says that nothing was computed. A decode worker's own refusal comes after prefill.
@@ -29,6 +29,21 @@ def rejection(decision: RejectRequest, *, chat: bool) -> ApiError:
         "tbt": decision.tbt_slo_ns / MS_NS,
     }
     return error
+
+
+def failure(decision: FailRequest, *, chat: bool) -> ApiError:
+    """500; where an engine refused the request, that engine's status, with the field and the time that it names."""
+    refusal = decision.refusal
+    if refusal is None:
+        return ApiError(500, decision.message, code="failed")
+    param = "messages" if chat and refusal.param == "prompt" else refusal.param
+    return ApiError(
+        refusal.status,
+        decision.message,
+        param=param or None,
+        code="engine_refused",
+        retry_after_ns=refusal.retry_after_ns,
+    )
 
 
 def _milliseconds(predicted: Prediction) -> dict[str, float]:
