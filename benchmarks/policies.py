@@ -70,7 +70,12 @@ def measure(run: Run) -> Measured:
         PROFILES[PROFILE],
         RunOptions(speed=run.speed, closed_loop=run.closed_loop),
     )
-    return Measured(report.ttft_ms.mean, report.ttft_ms.p90, report.prefill_busy, report.token_reuse)
+    return Measured(
+        report.service.ttft_ms.mean,
+        report.service.ttft_ms.p90,
+        report.devices.prefill_busy,
+        report.service.token_reuse,
+    )
 
 
 def cells(runs: Sequence[Run], measured: Sequence[Measured], ours: PolicyName) -> Iterator[dict[str, Any]]:

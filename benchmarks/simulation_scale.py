@@ -49,11 +49,11 @@ def measure(workers: int, requests: int) -> dict[str, Any]:
     took = time.process_time() - began
     return {
         "workers": workers,
-        "requests": report.requests,
+        "requests": report.endings.requests,
         "cpu_s": round(took, 2),
-        "ms_a_request": round(took / report.requests * 1e3, 3),
+        "ms_a_request": round(took / report.endings.requests * 1e3, 3),
         "events": report.events,
-        "token_reuse": report.token_reuse,
+        "token_reuse": report.service.token_reuse,
         "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
 

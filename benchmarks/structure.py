@@ -286,9 +286,15 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def _fields(modules: Mapping[str, Module]) -> list[tuple[int, str]]:
-    """Annotated fields of each class, and its name."""
+    """Annotated fields of each class but those of the class itself, inherited ones left out, and its name."""
     return [
-        (sum(isinstance(each, ast.AnnAssign) for each in node.body), f"{module.name}.{node.name}")
+        (
+            sum(
+                isinstance(each, ast.AnnAssign) and "ClassVar" not in ast.unparse(each.annotation)
+                for each in node.body
+            ),
+            f"{module.name}.{node.name}",
+        )
         for module in modules.values()
         for node in ast.walk(module.tree)
         if isinstance(node, ast.ClassDef)

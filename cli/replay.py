@@ -135,7 +135,7 @@ def _what_if(args: argparse.Namespace, log: LogFile) -> int:
     run = whatif.recorded(replay)
     found = whatif.compare(run, _policy(args.what_if, run.policy))
     if args.json:
-        print(msgspec.json.encode(found).decode())
+        print(msgspec.json.encode(found.plain()).decode())
     else:
         print(whatif.described(found, Path(args.what_if).stem))
     return max(_warned(replay), _judged(args, found))
@@ -145,7 +145,7 @@ def _judged(args: argparse.Namespace, found: whatif.Comparison) -> int:
     """Exit status; 1, with a word each, when the policy loses more than `--no-worse` allows, or failed at something."""
     if args.no_worse is None:
         return 0
-    losses = [*whatif.losses(found, args.no_worse, args.no_worse_at), *failed(found.what_if.policy)]
+    losses = [*whatif.losses(found, args.no_worse, args.no_worse_at), *failed(found.what_if.setting.policy)]
     for loss in losses:
         print(f"halfmoon: --no-worse {args.no_worse:g}: {loss}", file=sys.stderr)
     return 1 if losses else 0

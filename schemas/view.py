@@ -123,8 +123,11 @@ class Series(Part, frozen=True):
     tbt_p99_us: list[int] = []
 
 
-class ClusterView(Message, frozen=True):
-    """A conductor's knowledge after event `seq`. `full` False: only that it is there."""
+class ConductorView(Message, frozen=True):
+    """A conductor that has read the log up to event `seq`, and the policy that it decides by.
+
+    A ClusterView begins with it, and ends with it where `full` is False.
+    """
 
     conductor_id: Id
     seq: Seq
@@ -136,6 +139,11 @@ class ClusterView(Message, frozen=True):
     ttft_slo_ns: Ns = 0
     tbt_slo_ns: Ns = 0
     block_bytes: Bytes = 0
+
+
+class ClusterView(ConductorView, frozen=True):
+    """A conductor's knowledge after event `seq`. `full` False: only that it is there."""
+
     #: Workers, store agents, frontends; `nodes_left_out` are there too.
     nodes: list[NodeStatus] = []
     nodes_left_out: Count = 0

@@ -25,7 +25,14 @@ from benchmarks.papers.mixed import SimulatedMixed, SimulatedMixedRequest
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.conductor.simulation.report import LoadSample, Objectives, SimulationReport, summarise
+from halfmoon.conductor.simulation.report import (
+    LoadSample,
+    Objectives,
+    RunSetting,
+    SimulationReport,
+    device_time,
+    summarise,
+)
 from halfmoon.conductor.simulation.simulate import SAMPLE_NS_MIN, SAMPLES
 from halfmoon.conductor.simulation.trace import Arrival, faster
 from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible
@@ -245,23 +252,24 @@ def simulate_colocated(
     except KeyboardInterrupt:
         complete = False
     report = SimulationReport(
-        system=system,
-        policy={"vllm-prefix": "local_cache_aware", "dynamo": "dynamo"}.get(system, "least_loaded"),
-        admission="none",
-        profile=profile.name,
-        prefill=cluster.prefill,
-        decode=cluster.decode,
-        speed=speed,
-        seed=seed,
+        setting=RunSetting(
+            system=system,
+            policy={"vllm-prefix": "local_cache_aware", "dynamo": "dynamo"}.get(system, "least_loaded"),
+            admission="none",
+            profile=profile.name,
+            prefill=cluster.prefill,
+            decode=cluster.decode,
+            speed=speed,
+            seed=seed,
+        ),
         complete=complete,
         slo=slo,
-        prefill_gpu_s=round(sum(w.prefill_ns for w in run.workers) / 1e9, 6),
-        decode_gpu_s=round(sum(w.decode_ns for w in run.workers) / 1e9, 6),
         events=run.clock.calls,
         digest=run.digest.hexdigest(),
         load=run.samples,
     )
     summarise(report, run.outcomes, run.clock.now_ns)
-    report.prefill_busy = round(report.prefill_gpu_s / max(report.duration_s, 1e-3) / len(run.workers), 6)
+    prefill_ns, decode_ns = (sum(w.prefill_ns for w in run.workers), sum(w.decode_ns for w in run.workers))
+    report.devices = device_time(prefill_ns, decode_ns, report.service.duration_s, len(run.workers))
     report.wall_s = round(time.perf_counter() - began, 3)
     return report

@@ -31,7 +31,7 @@ from benchmarks.papers.saturation import Saturation, figures_of
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.conductor.simulation.report import Objectives, summarise
+from halfmoon.conductor.simulation.report import Objectives, RunSetting, Traffic, summarise
 from halfmoon.conductor.simulation.trace import Arrival, faster
 from halfmoon.schemas.numbers import SECOND_NS
 
@@ -438,17 +438,19 @@ def simulate_infinite_llm(
         complete = False
     lends = lending.placed or lending.move_tokens
     report = DecodeReport(
-        system="infinite-llm",
-        policy="greedy lending" if lends else "nobody lends",
-        admission="none",
-        profile=profile.name,
-        prefill=0,
-        decode=instances,
-        speed=speed,
-        seed=0,
+        setting=RunSetting(
+            system="infinite-llm",
+            policy="greedy lending" if lends else "nobody lends",
+            admission="none",
+            profile=profile.name,
+            prefill=0,
+            decode=instances,
+            speed=speed,
+            seed=0,
+        ),
         complete=complete,
         slo=slo,
-        bytes_moved=run.moved_tokens * profile.token_bytes,
+        traffic=Traffic(bytes_moved=run.moved_tokens * profile.token_bytes),
         events=run.steps,
         digest=run.digest.hexdigest(),
         pools=figures_of(run.full, run.whole, instances * kv_tokens),

@@ -20,7 +20,7 @@ from benchmarks.papers.report import DecodeReport, PoolFigures
 from benchmarks.papers.saturation import Saturation, figures_of
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
 from halfmoon.conductor.simulation.outcomes import Outcome
-from halfmoon.conductor.simulation.report import Objectives, summarise
+from halfmoon.conductor.simulation.report import DeviceTime, Objectives, RunSetting, Traffic, summarise
 from halfmoon.conductor.simulation.trace import Arrival, faster
 from halfmoon.schemas.cost_profile import CostProfile
 
@@ -170,18 +170,20 @@ def simulate_lamina(
     if deployment.separate:
         parts += f" + {deployment.attention_devices} x {deployment.attention_device.name}"
     report = DecodeReport(
-        system="lamina" if deployment.separate else "homogeneous",
-        policy=f"{deployment.groups} group(s) in turn",
-        admission="none",
-        profile=f"{deployment.model.name} on {parts}",
-        prefill=0,
-        decode=deployment.replicas,
-        speed=speed,
-        seed=0,
+        setting=RunSetting(
+            system="lamina" if deployment.separate else "homogeneous",
+            policy=f"{deployment.groups} group(s) in turn",
+            admission="none",
+            profile=f"{deployment.model.name} on {parts}",
+            prefill=0,
+            decode=deployment.replicas,
+            speed=speed,
+            seed=0,
+        ),
         complete=complete,
         slo=slo,
-        decode_gpu_s=round(run.busy_ns / deployment.groups / 1e9, 6),
-        bytes_moved=run.moved_bytes,
+        devices=DeviceTime(decode_gpu_s=round(run.busy_ns / deployment.groups / 1e9, 6)),
+        traffic=Traffic(bytes_moved=run.moved_bytes),
         events=run.steps,
         digest=run.digest.hexdigest(),
         pools=run.figures(),

@@ -38,7 +38,9 @@ def table(report: SimulationReport) -> str:
     if isinstance(report, DecodeReport):
         kept = [(name, text) for name, text in rows if name in DECODE_ROWS]
         return simulate.as_text(report, "decode alone", [*kept[:-2], *_pools(report.pools), *kept[-2:]])
-    return simulate.as_text(report, f"{report.prefill + report.decode} colocated workers", rows)
+    return simulate.as_text(
+        report, f"{report.setting.prefill + report.setting.decode} colocated workers", rows
+    )
 
 
 def _pools(pools: PoolFigures) -> list[tuple[str, str]]:

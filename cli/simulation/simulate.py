@@ -252,30 +252,37 @@ async def run(args: argparse.Namespace) -> int:
 
 def table(report: SimulationReport) -> str:
     """For a person."""
-    return as_text(report, f"{report.prefill} prefill + {report.decode} decode", rows(report))
+    return as_text(report, f"{report.setting.prefill} prefill + {report.setting.decode} decode", rows(report))
 
 
 def as_text(report: SimulationReport, shape: str, rows: Sequence[tuple[str, str]]) -> str:
     """`rows`, names and texts, below a line on the simulated cluster of workers of this `shape`."""
+    setting = report.setting
     lines = [] if report.complete else ["INTERRUPTED: what had happened until then"]
     lines.append(
-        f"{report.system} ({report.policy}, admission {report.admission}), {shape}, {report.profile}, "
-        f"speed {report.speed:g}"
+        f"{setting.system} ({setting.policy}, admission {setting.admission}), {shape}, {setting.profile}, "
+        f"speed {setting.speed:g}"
     )
     return "\n".join([*lines, *(f"  {name:<19}{text}" for name, text in rows)])
 
 
 def rows(report: SimulationReport) -> list[tuple[str, str]]:
     """Figures of a run, each with its name."""
-    slo = report.slo
+    slo, endings, service, devices = report.slo, report.endings, report.service, report.devices
     found = [
-        ("requests", f"{report.requests}  completed {report.completed}  failed {report.failed}"),
-        ("rejected", ", ".join(f"{reason} {count}" for reason, count in report.rejected.items()) or "none"),
-        ("wasted prefills", str(report.wasted_prefills)),
+        (
+            "requests",
+            f"{endings.requests}  completed {endings.completed}  failed {endings.failed}",
+        ),
+        (
+            "rejected",
+            ", ".join(f"{reason} {count}" for reason, count in endings.rejected.items()) or "none",
+        ),
+        ("wasted prefills", str(endings.wasted_prefills)),
     ]
-    if report.open:
-        found.insert(1, ("still open", str(report.open)))
-    for name, spread in (("TTFT ms", report.ttft_ms), ("TBT ms", report.tbt_ms)):
+    if endings.open:
+        found.insert(1, ("still open", str(endings.open)))
+    for name, spread in (("TTFT ms", service.ttft_ms), ("TBT ms", service.tbt_ms)):
         found.append(
             (
                 name,
@@ -283,14 +290,17 @@ def rows(report: SimulationReport) -> list[tuple[str, str]]:
             )
         )
     objective = f"TTFT <= {slo.ttft_ns / 1e9:g} s and TBT <= {slo.tbt_ns / 1e6:g} ms"
-    sources = ", ".join(f"{source} {share:.1%}" for source, share in report.hits_by_source.items())
+    sources = ", ".join(f"{source} {share:.1%}" for source, share in service.hits_by_source.items())
     return [
         *found,
-        ("effective capacity", f"{report.effective_capacity:.2%} of requests ({objective})"),
-        ("goodput", f"{report.goodput_s:.3f} requests/s over {report.duration_s:.0f} s"),
-        ("token reuse", f"{report.token_reuse:.2%} ({sources})"),
-        ("prefill GPU time", f"{report.prefill_gpu_s:.0f} s ({report.prefill_busy:.0%} busy)"),
-        ("moved", f"{report.bytes_moved / 1e9:.1f} GB"),
+        ("effective capacity", f"{service.effective_capacity:.2%} of requests ({objective})"),
+        ("goodput", f"{service.goodput_s:.3f} requests/s over {service.duration_s:.0f} s"),
+        ("token reuse", f"{service.token_reuse:.2%} ({sources})"),
+        (
+            "prefill GPU time",
+            f"{devices.prefill_gpu_s:.0f} s ({devices.prefill_busy:.0%} busy)",
+        ),
+        ("moved", f"{report.traffic.bytes_moved / 1e9:.1f} GB"),
         ("predicted TTFT", _error(report.ttft_error)),
         ("predicted TBT", _error(report.tbt_error)),
         ("decisions", f"digest {report.digest}, {report.events} events in {report.wall_s:.2f} s"),

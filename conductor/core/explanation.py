@@ -25,8 +25,8 @@ from halfmoon.schemas.policy import AdmissionName
 from halfmoon.schemas.roles import WorkerRole
 
 
-class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
-    """The grounds of one decision on a request, real or supposed, at one place of the log."""
+class DecisionTerms(msgspec.Struct, kw_only=True):
+    """A decision's request, its place in the log, and the terms on which it is made."""
 
     request_id: str
     #: Event that caused it, and its time.
@@ -39,6 +39,11 @@ class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
     #: From which prediction on the request is refused: the SLO, by its priority.
     ttft_limit_ns: int
     tbt_limit_ns: int
+
+
+class Explanation(DecisionTerms, kw_only=True, rename={"lost_reason": "lost"}):
+    """The grounds of one decision on a request, real or supposed, at one place of the log."""
+
     #: Why it is placed again, or waits; "" for the first time.
     lost_reason: str = ""
     #: Node that round robin chose last, by pool.

@@ -60,13 +60,13 @@ def split_of(run: Recorded, prefill: int, decode: int, slo: Objectives, speed: f
     if not report.complete:
         # Half a run is no measure of the whole.
         raise KeyboardInterrupt
-    strain = max(report.ttft_ms.p90 / slo.ttft_ns, report.tbt_ms.p90 / slo.tbt_ns)
+    strain = max(report.service.ttft_ms.p90 / slo.ttft_ns, report.service.tbt_ms.p90 / slo.tbt_ns)
     return Split(
         prefill=prefill,
         decode=decode,
-        held=report.effective_capacity,
-        ttft_ms=report.ttft_ms.p90,
-        tbt_ms=report.tbt_ms.p90,
+        held=report.service.effective_capacity,
+        ttft_ms=report.service.ttft_ms.p90,
+        tbt_ms=report.service.tbt_ms.p90,
         strain_permille=round(strain * 1e9),
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -26,7 +26,13 @@ from halfmoon.conductor.replay.verify import Replay
 from halfmoon.conductor.simulation.options import RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.conductor.simulation.report import Objectives, SimulationReport, summarise
+from halfmoon.conductor.simulation.report import (
+    DeviceTime,
+    Objectives,
+    RunSetting,
+    SimulationReport,
+    summarise,
+)
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import ClusterShape
@@ -72,6 +78,16 @@ class Comparison(msgspec.Struct, kw_only=True):
     what_if: SimulationReport
     profile: Profile
     caveats: list[str]
+
+    def plain(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return {
+            "recorded": self.recorded.plain(),
+            "simulated": self.simulated.plain(),
+            "what_if": self.what_if.plain(),
+            "profile": msgspec.to_builtins(self.profile),
+            "caveats": self.caveats,
+        }
 
 
 def compare(recorded: Recorded, policy: Policy) -> Comparison:
@@ -284,16 +300,20 @@ def _outcome(history: RequestHistory) -> Outcome:
 
 def _as_it_was(recorded: Recorded, slo: Objectives) -> SimulationReport:
     report = SimulationReport(
-        system="recorded",
-        policy=recorded.policy.name,
-        admission=recorded.policy.admission,
-        profile=recorded.profile.name,
-        prefill=recorded.cluster.prefill,
-        decode=recorded.cluster.decode,
-        speed=1.0,
-        seed=recorded.policy.seed,
+        setting=RunSetting(
+            system="recorded",
+            policy=recorded.policy.name,
+            admission=recorded.policy.admission,
+            profile=recorded.profile.name,
+            prefill=recorded.cluster.prefill,
+            decode=recorded.cluster.decode,
+            speed=1.0,
+            seed=recorded.policy.seed,
+        ),
         slo=slo,
-        prefill_gpu_s=round(sum(outcome.compute_ns for outcome in recorded.outcomes.values()) / 1e9, 6),
+        devices=DeviceTime(
+            prefill_gpu_s=round(sum(outcome.compute_ns for outcome in recorded.outcomes.values()) / 1e9, 6)
+        ),
     )
     first_ns = next(iter(recorded.outcomes.values())).arrived_ns
     return summarise(report, recorded.outcomes, first_ns + recorded.duration_ns)
@@ -307,14 +327,16 @@ def losses(found: Comparison, percent: float, at: Figure) -> list[str]:
     """
     was, other, told = found.simulated, found.what_if, []
     for name, of in (("first token", "ttft_ms"), ("between tokens", "tbt_ms")):
-        before, after = (float(getattr(getattr(each, of), at)) for each in (was, other))
+        before, after = (float(getattr(getattr(each.service, of), at)) for each in (was, other))
         if after > before * (1 + percent / 100):
             more = f", {(after / before - 1):.1%} more" if before else ""
-            told.append(f"{name}, {at}: {after:,.1f} ms under {other.policy}, {before:,.1f} ms before{more}")
-    if other.effective_capacity < was.effective_capacity * (1 - percent / 100):
+            told.append(
+                f"{name}, {at}: {after:,.1f} ms under {other.setting.policy}, {before:,.1f} ms before{more}"
+            )
+    if other.service.effective_capacity < was.service.effective_capacity * (1 - percent / 100):
         told.append(
-            f"both objectives held: {other.effective_capacity:.1%} under {other.policy}, "
-            f"{was.effective_capacity:.1%} before"
+            f"both objectives held: {other.service.effective_capacity:.1%} under {other.setting.policy}, "
+            f"{was.service.effective_capacity:.1%} before"
         )
     return told
 
@@ -323,8 +345,9 @@ def described(found: Comparison, source: str) -> str:
     """Side by side, for people."""
     columns = [found.recorded, found.simulated, found.what_if]
     cost, profile = found.profile.cost, found.profile
+    recorded = found.recorded.setting
     lines = [
-        f"{found.recorded.prefill} prefill and {found.recorded.decode} decode workers; SLO: first token "
+        f"{recorded.prefill} prefill and {recorded.decode} decode workers; SLO: first token "
         f"{found.recorded.slo.ttft_ns / 1e9:g} s, between tokens {found.recorded.slo.tbt_ns / 1e6:g} ms",
         f"fitted: prefill {cost.prefill_base_ns / 1e6:.1f} ms + {cost.prefill_per_token_ps / 1e9:.4f} ms·(n-p) + "
         f"{cost.prefill_per_token2_fs / 1e12:.3e} ms·(n²-p²); step {cost.decode_base_ns / 1e6:.1f} ms + "
@@ -333,26 +356,30 @@ def described(found: Comparison, source: str) -> str:
         "",
     ]
     rows: list[tuple[str, ...]] = [("", "", "recorded", "simulated", f"what if: {source}", "")]
-    rows.append(("", "policy, admission", *(f"{each.policy}, {each.admission}" for each in columns), ""))
-    rows.append(("", "requests", *(str(each.requests) for each in columns), ""))
-    rows.append(("", "finished", *(str(each.completed) for each in columns), ""))
-    for reason in sorted({reason for each in columns for reason in each.rejected}):
-        rows.append(("", reason, *(str(each.rejected.get(reason, 0)) for each in columns), ""))
-    rows.append(("", "failed", *(str(each.failed) for each in columns), ""))
-    rows.append(("", "wasted prefills", *(str(each.wasted_prefills) for each in columns), ""))
+    named = (f"{each.setting.policy}, {each.setting.admission}" for each in columns)
+    endings = [each.endings for each in columns]
+    rows.append(("", "policy, admission", *named, ""))
+    rows.append(("", "requests", *(str(each.requests) for each in endings), ""))
+    rows.append(("", "finished", *(str(each.completed) for each in endings), ""))
+    for reason in sorted({reason for each in endings for reason in each.rejected}):
+        rows.append(("", reason, *(str(each.rejected.get(reason, 0)) for each in endings), ""))
+    rows.append(("", "failed", *(str(each.failed) for each in endings), ""))
+    rows.append(("", "wasted prefills", *(str(each.wasted_prefills) for each in endings), ""))
     for name, of in (("first token", "ttft_ms"), ("between tokens", "tbt_ms")):
         for part in ("mean", "p50", "p90", "p99"):
             rows.append(
                 (
                     "",
                     f"{name}, {part}",
-                    *(f"{getattr(getattr(each, of), part):,.1f} ms" for each in columns),
+                    *(f"{getattr(getattr(each.service, of), part):,.1f} ms" for each in columns),
                     "",
                 )
             )
-    rows.append(("", "both objectives held", *(f"{each.effective_capacity:.1%}" for each in columns), ""))
-    rows.append(("", "tokens found in KVCache", *(f"{each.token_reuse:.1%}" for each in columns), ""))
-    rows.append(("", "prefill computed", *(f"{each.prefill_gpu_s:.2f} s" for each in columns), ""))
+    rows.append(
+        ("", "both objectives held", *(f"{each.service.effective_capacity:.1%}" for each in columns), "")
+    )
+    rows.append(("", "tokens found in KVCache", *(f"{each.service.token_reuse:.1%}" for each in columns), ""))
+    rows.append(("", "prefill computed", *(f"{each.devices.prefill_gpu_s:.2f} s" for each in columns), ""))
     lines += [line[2:] for line in table(rows)]
     lines += ["", *(f"not repeated: {caveat}" for caveat in found.caveats)] if found.caveats else []
     return "\n".join(lines)

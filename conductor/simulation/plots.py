@@ -34,7 +34,7 @@ def plot_run(folder: Path, report: SimulationReport, outcomes: Mapping[str, Outc
     tbt_ms = sorted(outcome.tbt_ns / 1e6 for outcome in finished if outcome.output_tokens > 1)
     return [
         distributions(folder / "ttft_tbt.png", report, ttft_s, tbt_ms),
-        loads(folder / "load.png", {f"{report.system}, policy {report.policy}": report}),
+        loads(folder / "load.png", {f"{report.setting.system}, policy {report.setting.policy}": report}),
         hits(folder / "hit_rate.png", outcomes),
     ]
 
@@ -57,8 +57,8 @@ def distributions(
         axis.axhline(0.9, color="grey", linewidth=0.5)
         axis.set(xlabel=label, ylabel="share of requests", ylim=(0, 1.02))
         axis.legend(loc="upper left", bbox_to_anchor=(0.0, 0.88), frameon=False)
-    finished = f"{report.completed} of {report.requests} requests finished"
-    figure.suptitle(f"{report.system}, policy {report.policy}: {finished}")
+    finished = f"{report.endings.completed} of {report.endings.requests} requests finished"
+    figure.suptitle(f"{report.setting.system}, policy {report.setting.policy}: {finished}")
     return save(figure, path)
 
 

@@ -43,8 +43,12 @@ class LoadSample(msgspec.Struct):
     decode: int = 0
 
 
-class SimulationReport(msgspec.Struct, kw_only=True):
-    """See `halfmoon simulate --help`. `digest` names every decision in order; only `wall_s` differs between runs."""
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a report. In JSON its fields stand among the report's own."""
+
+
+class RunSetting(Figures, frozen=True, kw_only=True):
+    """The simulated system and its load."""
 
     system: str
     policy: str
@@ -54,8 +58,11 @@ class SimulationReport(msgspec.Struct, kw_only=True):
     decode: int
     speed: float
     seed: int
-    #: False: interrupted, the figures are of the part until then.
-    complete: bool = True
+
+
+class Endings(Figures, frozen=True, kw_only=True):
+    """Requests by their ends."""
+
     requests: int = 0
     completed: int = 0
     failed: int = 0
@@ -63,6 +70,11 @@ class SimulationReport(msgspec.Struct, kw_only=True):
     open: int = 0
     rejected: dict[str, int] = {}
     wasted_prefills: int = 0
+
+
+class Service(Figures, frozen=True, kw_only=True):
+    """Times of the requests that finished, what they had from KVCache, and objectives held."""
+
     ttft_ms: Percentiles = Percentiles()
     tbt_ms: Percentiles = Percentiles()
     #: Share of all prompt tokens that need not be computed, and where they were.
@@ -72,13 +84,36 @@ class SimulationReport(msgspec.Struct, kw_only=True):
     effective_capacity: float = 0.0
     goodput_s: float = 0.0
     duration_s: float = 0.0
+
+
+class DeviceTime(Figures, frozen=True, kw_only=True):
+    """Time that the devices computed, all together."""
+
     prefill_gpu_s: float = 0.0
     decode_gpu_s: float = 0.0
+    #: Share of the run that a prefill device computed.
     prefill_busy: float = 0.0
+
+
+class Traffic(Figures, frozen=True, kw_only=True):
+    """KVCache between nodes."""
+
     bytes_moved: int = 0
     bytes_fetched: int = 0
     bytes_pushed: int = 0
     failed_fetches: int = 0
+
+
+class SimulationReport(msgspec.Struct, kw_only=True):
+    """See `halfmoon simulate --help`. `digest` names every decision in order; only `wall_s` differs between runs."""
+
+    setting: RunSetting
+    #: False: interrupted, the figures are of the part until then.
+    complete: bool = True
+    endings: Endings = Endings()
+    service: Service = Service()
+    devices: DeviceTime = DeviceTime()
+    traffic: Traffic = Traffic()
     #: Error of predictions of placed requests, as a share of the measured value: p50 and p90; and the signed mean.
     ttft_error: dict[str, float] = {}
     tbt_error: dict[str, float] = {}
@@ -92,7 +127,10 @@ class SimulationReport(msgspec.Struct, kw_only=True):
 
     def plain(self, *, load: bool = True) -> dict[str, Any]:
         """As plain values, for JSON."""
-        values: dict[str, Any] = msgspec.to_builtins(self)
+        values: dict[str, Any] = {}
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            values |= msgspec.to_builtins(value if isinstance(value, Figures) else {name: value})
         if not load:
             del values["load"]
         return values
@@ -125,6 +163,16 @@ def error(pairs: Sequence[tuple[int, int]]) -> dict[str, float]:
     }
 
 
+def device_time(prefill_ns: int, decode_ns: int, duration_s: float, prefill_devices: int) -> DeviceTime:
+    """The time of computations on all devices, in a run of `duration_s`."""
+    prefill_gpu_s = round(prefill_ns / 1e9, 6)
+    return DeviceTime(
+        prefill_gpu_s=prefill_gpu_s,
+        decode_gpu_s=round(decode_ns / 1e9, 6),
+        prefill_busy=round(prefill_gpu_s / max(duration_s, 1e-3) / prefill_devices, 6),
+    )
+
+
 def summarise(report: SimulationReport, outcomes: Mapping[str, Outcome], end_ns: int) -> SimulationReport:
     """`report` with the figures of requests filled in."""
     every = list(outcomes.values())
@@ -140,19 +188,23 @@ def summarise(report: SimulationReport, outcomes: Mapping[str, Outcome], end_ns:
     first_ns = every[0].arrived_ns if every else 0
     duration_s = max(end_ns - first_ns, 1) / 1e9
     held = sum(report.slo.held(outcome) for outcome in every)
-    report.requests = len(every)
-    report.completed = len(finished)
-    report.failed = sum(outcome.end == "failed" for outcome in every)
-    report.open = sum(outcome.end == "" for outcome in every)
-    report.rejected = dict(sorted(rejected.items()))
-    report.wasted_prefills = sum(outcome.wasted for outcome in every)
-    report.ttft_ms = spread([outcome.ttft_ns for outcome in finished])
-    report.tbt_ms = spread([outcome.tbt_ns for outcome in finished if outcome.output_tokens > 1])
-    report.token_reuse = round(local + fetched, 6)
-    report.hits_by_source = {"local": round(local, 6), "fetched": round(fetched, 6)}
-    report.effective_capacity = round(held / max(1, len(every)), 6)
-    report.goodput_s = round(held / duration_s, 6)
-    report.duration_s = round(duration_s, 3)
+    report.endings = Endings(
+        requests=len(every),
+        completed=len(finished),
+        failed=sum(outcome.end == "failed" for outcome in every),
+        open=sum(outcome.end == "" for outcome in every),
+        rejected=dict(sorted(rejected.items())),
+        wasted_prefills=sum(outcome.wasted for outcome in every),
+    )
+    report.service = Service(
+        ttft_ms=spread([outcome.ttft_ns for outcome in finished]),
+        tbt_ms=spread([outcome.tbt_ns for outcome in finished if outcome.output_tokens > 1]),
+        token_reuse=round(local + fetched, 6),
+        hits_by_source={"local": round(local, 6), "fetched": round(fetched, 6)},
+        effective_capacity=round(held / max(1, len(every)), 6),
+        goodput_s=round(held / duration_s, 6),
+        duration_s=round(duration_s, 3),
+    )
     report.ttft_error = error(
         [(o.predicted_ttft_ns, o.ttft_ns) for o in finished if o.predicted_ttft_ns >= 0]
     )

@@ -12,7 +12,14 @@ import msgspec
 from halfmoon.conductor.simulation.options import AS_RECORDED, RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.conductor.simulation.report import Objectives, SimulationReport, summarise
+from halfmoon.conductor.simulation.report import (
+    Objectives,
+    RunSetting,
+    SimulationReport,
+    Traffic,
+    device_time,
+    summarise,
+)
 from halfmoon.conductor.simulation.trace import Arrival, faster
 from halfmoon.conductor.simulation.world import ClusterShape, World
 from halfmoon.schemas.policy import Policy
@@ -67,28 +74,30 @@ def simulate(
     prefill_ns = world.prefill_ns + sum(worker.compute_ns for worker in world.prefill_workers.values())
     decode_ns = world.decode_ns + sum(worker.busy_ns for worker in world.decode_workers.values())
     report = SimulationReport(
-        system="halfmoon",
-        policy=policy.name,
-        admission=policy.admission,
-        profile=profile.name,
-        prefill=cluster.prefill,
-        decode=cluster.decode,
-        speed=run.speed,
-        seed=run.seed,
+        setting=RunSetting(
+            system="halfmoon",
+            policy=policy.name,
+            admission=policy.admission,
+            profile=profile.name,
+            prefill=cluster.prefill,
+            decode=cluster.decode,
+            speed=run.speed,
+            seed=run.seed,
+        ),
         complete=complete,
         slo=slo,
-        prefill_gpu_s=round(prefill_ns / 1e9, 6),
-        decode_gpu_s=round(decode_ns / 1e9, 6),
-        bytes_moved=world.context.network.bytes_moved,
-        bytes_fetched=world.context.fetched_bytes,
-        bytes_pushed=world.context.pushed_bytes,
-        failed_fetches=world.context.failed_fetches,
+        traffic=Traffic(
+            bytes_moved=world.context.network.bytes_moved,
+            bytes_fetched=world.context.fetched_bytes,
+            bytes_pushed=world.context.pushed_bytes,
+            failed_fetches=world.context.failed_fetches,
+        ),
         events=world.events,
         digest=world.digest(),
         role_changes=world.role_changes,
         load=world.samples,
     )
     summarise(report, world.outcomes, end_ns)
-    report.prefill_busy = round(report.prefill_gpu_s / max(report.duration_s, 1e-3) / cluster.prefill, 6)
+    report.devices = device_time(prefill_ns, decode_ns, report.service.duration_s, cluster.prefill)
     report.wall_s = round(time.perf_counter() - began, 3)
     return report

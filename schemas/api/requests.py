@@ -48,27 +48,53 @@ class ChatRendering:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ApiRequest:
-    """A checked request, the same for both edges. One of `text`, `token_ids`, `messages` is set."""
+class AskedPrompt:
+    """The source of a prompt's tokens. One of `text`, `token_ids`, `messages` is set."""
 
-    chat: bool
     text: str | None = None
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
-    tool_use: ToolUse | None = None
+    #: The chat template tells of them.
+    tools: list[dict[str, Any]] | None = None
     rendering: ChatRendering = ChatRendering()
     #: Put the model's special tokens around a text.
     add_special_tokens: bool = True
-    #: Number of the prompt's last tokens to keep; -1: as many as the context holds; None: all.
-    truncate_prompt_tokens: int | None = None
-    #: Completions: further prompts, which are answered by choices of their own.
-    more_prompts: tuple[str | list[int], ...] = ()
-    #: Choices of each prompt.
-    n: int = 1
+    #: Number of the last tokens to keep; -1: as many as the context holds; None: all.
+    truncate_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerForm:
+    """The parts of the answer that the client is sent, and their form."""
+
+    stream: bool = False
+    #: A stream ends with its usage.
+    include_usage: bool = False
+    #: Each of its events has the usage so far.
+    usage_so_far: bool = False
+    return_token_ids: bool = False
     #: The prompt (of a chat, the message of `continue_final`) is part of the answer's text.
     echo: bool = False
     #: Nothing else is; a token is drawn all the same, as in vLLM, and not shown.
     echo_only: bool = False
+    #: The stop string that ended the answer is part of its text.
+    include_stop: bool = False
+    #: Control tokens are no text of the answer.
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiRequest:
+    """A checked request, the same for both edges."""
+
+    chat: bool
+    prompt: AskedPrompt
+    #: Completions: further prompts, which are answered by choices of their own.
+    more_prompts: tuple[AskedPrompt, ...] = ()
+    tool_use: ToolUse | None = None
+    #: Choices of each prompt.
+    n: int = 1
+    answer: AnswerForm
     model: str
     #: None: the frontend's default.
     max_tokens: int | None
@@ -79,13 +105,6 @@ class ApiRequest:
     structure: Structure | None = None
     bad_words: tuple[str, ...] = ()
     stops: tuple[str, ...]
-    include_stop: bool
-    #: Control tokens are no text of the answer.
-    skip_special_tokens: bool = True
-    stream: bool
-    include_usage: bool
-    usage_so_far: bool = False
-    return_token_ids: bool
     ttft_slo_ns: int
     tbt_slo_ns: int
     tenant: str
@@ -147,11 +166,20 @@ def parse_completion(payload: bytes) -> ApiRequest:
     if any(isinstance(each, int) for each in more) or len(more) >= PROMPTS_MAX:
         message = f"prompt: a text, a list of token ids, or up to {PROMPTS_MAX} of these"
         raise ApiError(400, message, param="prompt", code="invalid")
-    if isinstance(prompt, str):
-        return _ask(body, body.max_tokens, chat=False, text=prompt, more_prompts=tuple(more))
-    if not all(isinstance(token, int) for token in prompt):  # a mixture of numbers and texts
+    if not isinstance(prompt, str) and not all(isinstance(token, int) for token in prompt):
+        # A mixture of numbers and texts.
         raise ApiError(400, "prompt: a text, or a list of token ids", param="prompt", code="invalid")
-    return _ask(body, body.max_tokens, chat=False, token_ids=prompt, more_prompts=tuple(more))
+    return _ask(body, body.max_tokens, [_completed(each, body) for each in (prompt, *more)])
+
+
+def _completed(prompt: str | list[int], body: CompletionBody) -> AskedPrompt:
+    text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+    return AskedPrompt(
+        text=text,
+        token_ids=token_ids,
+        add_special_tokens=body.add_special_tokens is not False,
+        truncate_tokens=body.truncate_prompt_tokens,
+    )
 
 
 def parse_chat(payload: bytes) -> ApiRequest:
@@ -172,7 +200,13 @@ def read_chat(body: ChatBody) -> ApiRequest:
     )
     messages = plain_messages(body.messages)
     use = tool_use_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-    return _ask(body, max_tokens, chat=True, messages=messages, rendering=rendering, tool_use=use)
+    prompt = AskedPrompt(
+        messages=messages,
+        tools=use.tools if use is not None else None,
+        rendering=rendering,
+        truncate_tokens=body.truncate_prompt_tokens,
+    )
+    return _ask(body, max_tokens, [prompt], chat=True, use=use)
 
 
 _RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "documents"))
@@ -279,7 +313,14 @@ def _not_supported(name: str, why: str = "") -> ApiError:
     return ApiError(400, f"{name} is not supported{why}", param=name, code="unsupported")
 
 
-def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt: Any) -> ApiRequest:
+def _ask(
+    body: GeneratingFields,
+    max_tokens: int | None,
+    prompts: list[AskedPrompt],
+    *,
+    chat: bool = False,
+    use: ToolUse | None = None,
+) -> ApiRequest:
     for name, asks in NOT_SUPPORTED.items():
         if (value := getattr(body, name, None)) is not None and asks(value):
             raise _not_supported(name)
@@ -306,29 +347,22 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
         raise ApiError(
             400, "top_logprobs needs logprobs to be true", param="top_logprobs", code="contradiction"
         )
-    stop, options = body.stop, body.stream_options
-    slo = body.slo
+    stop, slo = body.stop, body.slo
     sampling = _sampling(body, chat=chat)
     return ApiRequest(
         chat=chat,
+        prompt=prompts[0],
+        more_prompts=tuple(prompts[1:]),
+        tool_use=use,
+        n=n,
+        answer=_answer_form(body, echo_only=echo_only),
         model=body.model or "",
         max_tokens=max_tokens,
         sampling=sampling,
         unsaid=frozenset(name for name in MODEL_DEFAULTS if getattr(body, name) is None),
-        structure=_structure(body, prompt.get("tool_use")),
+        structure=_structure(body, use),
         bad_words=tuple(body.bad_words or ()),
         stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-        include_stop=bool(body.include_stop_str_in_output),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        stream=bool(body.stream),
-        return_token_ids=bool(body.return_token_ids),
-        add_special_tokens=body.add_special_tokens is not False,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        include_usage=bool(options and options.include_usage),
-        usage_so_far=bool(options and options.include_usage and options.continuous_usage_stats),
-        n=n,
-        echo=bool(body.echo),
-        echo_only=echo_only,
         ttft_slo_ns=round((slo.ttft_ms or 0) * MS_NS) if slo else 0,
         tbt_slo_ns=round((slo.tbt_ms or 0) * MS_NS) if slo else 0,
         tenant=body.tenant or "",
@@ -337,7 +371,20 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
         # As vLLM has it, a smaller number is earlier; within the cluster a larger one is.
         priority=-min(max(body.priority or 0, -PRIORITY_MAX), PRIORITY_MAX),
         request_id=body.request_id or "",
-        **prompt,
+    )
+
+
+def _answer_form(body: GeneratingFields, *, echo_only: bool) -> AnswerForm:
+    options = body.stream_options
+    return AnswerForm(
+        stream=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
+        usage_so_far=bool(options and options.include_usage and options.continuous_usage_stats),
+        return_token_ids=bool(body.return_token_ids),
+        echo=bool(body.echo),
+        echo_only=echo_only,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
     )
 
 

@@ -81,8 +81,8 @@ class TextOptions(msgspec.Struct, frozen=True):
     format: TextFormat | None = None
 
 
-class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`/v1/responses`. `store` and `metadata` change nothing here: an answer is not kept."""
+class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The input, and how the answer to it is generated."""
 
     model: Name | None = None
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)]
@@ -95,6 +95,11 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
+
+
+class ResponsesBody(ResponseFields, frozen=True, kw_only=True):
+    """`/v1/responses`. `store` and `metadata` change nothing here: an answer is not kept."""
+
     metadata: dict[str, str] | None = None
     store: bool | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None

@@ -259,4 +259,5 @@ WITHOUT_CHANNEL: dict[type, str] = {
     messages.CountTokensBody: "over HTTP only",
     messages.MessagesBody: "over HTTP only",
     responses.ResponsesBody: "over HTTP only",
+    view.ConductorView: "the beginning of every ClusterView",
 }

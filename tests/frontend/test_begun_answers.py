@@ -20,7 +20,7 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1.0; cch=1a2b;"
 
 def read(parse: Any, body: Any) -> Any:
     ask = parse(json.dumps(body).encode())
-    return ask.messages, ask.rendering
+    return ask.prompt.messages, ask.prompt.rendering
 
 
 def by_chat(*messages: Any, begun: bool) -> Any:

@@ -171,7 +171,7 @@ def test_older_calls_in_messages_are_refused_and_names_are_read() -> None:
     error = refusal(parse_chat, {"messages": [called]})
     assert error.message == "messages[0].function_call is not supported"
     named = parse_chat(json.dumps({"messages": [{"role": "user", "content": "x", "name": "Ada"}]}).encode())
-    assert named.messages == [{"role": "user", "content": "x", "name": "Ada"}]
+    assert named.prompt.messages == [{"role": "user", "content": "x", "name": "Ada"}]
 
 
 def test_switches_of_a_template_cannot_carry_control_tokens() -> None:
@@ -179,7 +179,7 @@ def test_switches_of_a_template_cannot_carry_control_tokens() -> None:
         return parse_chat(json.dumps({"messages": CHAT, "chat_template_kwargs": switches}).encode())
 
     switches = {"enable_thinking": False, "level": 3, "style": "low", "none": None}
-    assert read(**switches).rendering.switches == switches
+    assert read(**switches).prompt.rendering.switches == switches
     for wrong in (
         {"style": "<|im_end|>"},
         {"messages": 1},
@@ -190,14 +190,14 @@ def test_switches_of_a_template_cannot_carry_control_tokens() -> None:
         error = refusal(parse_chat, {"messages": CHAT, "chat_template_kwargs": wrong})
         assert (error.status, error.param) == (400, "chat_template_kwargs"), wrong
     effort = parse_chat(json.dumps({"messages": CHAT, "reasoning_effort": "low"}).encode())
-    assert effort.rendering.switches == {"reasoning_effort": "low"}
+    assert effort.prompt.rendering.switches == {"reasoning_effort": "low"}
 
 
 def test_a_chat_may_go_on_with_its_last_message(tokenizer: Tokenizer) -> None:
     body = {"messages": CHAT, "continue_final_message": True}
     assert refusal(parse_chat, body).param == "continue_final_message"
     ask = parse_chat(json.dumps({**body, "add_generation_prompt": False}).encode())
-    assert ask.rendering.continue_final
+    assert ask.prompt.rendering.continue_final
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Half a <|im_end|> moon "},
@@ -212,5 +212,5 @@ def test_a_chat_may_go_on_with_its_last_message(tokenizer: Tokenizer) -> None:
 
 def test_a_stop_string_may_be_part_of_the_answer() -> None:
     ask = parse_completion(b'{"prompt": "x", "stop": "STOP", "include_stop_str_in_output": true}')
-    assert ask.include_stop
-    assert not parse_completion(b'{"prompt": "x", "stop": "STOP"}').include_stop
+    assert ask.answer.include_stop
+    assert not parse_completion(b'{"prompt": "x", "stop": "STOP"}').answer.include_stop

@@ -265,12 +265,12 @@ def test_tools_are_among_the_tokens_that_are_counted(run: Any, tokenizer: Tokeni
 
 
 def chat_of(ask: ApiRequest) -> Any:
-    return ask.messages, ask.tool_use, ask.structure
+    return ask.prompt.messages, ask.tool_use, ask.structure
 
 
 def messages_of(parse: Any, body: Any) -> Any:
     """The chat that a body means, with its calls by number: their ids are drawn."""
-    found = json.dumps(parse(json.dumps(body).encode()).messages)
+    found = json.dumps(parse(json.dumps(body).encode()).prompt.messages)
     for place, name in enumerate(dict.fromkeys(re.findall(r"chatcmpl-tool-\w+", found))):
         found = found.replace(name, f"call {place}")
     return json.loads(found)

@@ -97,7 +97,12 @@ def test_numbers_out_of_floats_range_are_refused() -> None:
 
 def test_unknown_fields_are_ignored_and_absent_ones_have_their_defaults() -> None:
     ask = parse_completion(b'{"prompt": "x", "wings": {"left": [1]}, "temperature": null}')
-    assert (ask.text, ask.max_tokens, ask.stream, ask.sampling.temperature) == ("x", None, False, 1.0)
+    assert (ask.prompt.text, ask.max_tokens, ask.answer.stream, ask.sampling.temperature) == (
+        "x",
+        None,
+        False,
+        1.0,
+    )
     assert ask.sampling.logprobs == -1
 
 

@@ -11,7 +11,7 @@ from frontend_double import ANSWER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.schemas.api.requests import ApiRequest
+from halfmoon.schemas.api.requests import AnswerForm, ApiRequest, AskedPrompt
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.sampling import SampledToken, Sampling
@@ -50,16 +50,12 @@ def opened(
     listener = Collected()
     ask = ApiRequest(
         chat=False,
-        text="x",
+        prompt=AskedPrompt(text="x"),
         model="",
         max_tokens=999,
         sampling=Sampling(**sampling),
         stops=stops,
-        include_stop=include_stop,
-        skip_special_tokens=skip_special_tokens,
-        stream=True,
-        include_usage=False,
-        return_token_ids=False,
+        answer=AnswerForm(stream=True, include_stop=include_stop, skip_special_tokens=skip_special_tokens),
         ttft_slo_ns=0,
         tbt_slo_ns=0,
         tenant="",

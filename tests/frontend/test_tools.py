@@ -256,18 +256,18 @@ def test_an_earlier_call_whose_arguments_are_no_json_does_not_end_the_chat(
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     history = [*CHAT, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "Bad JSON."}]
     ask = parse_chat(json.dumps({"messages": history}).encode())
-    assert ask.messages is not None
-    assert json.dumps(arguments or {}) in tokenizer.decode(tokenizer.encode_chat(ask.messages))
+    assert ask.prompt.messages is not None
+    assert json.dumps(arguments or {}) in tokenizer.decode(tokenizer.encode_chat(ask.prompt.messages))
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_thoughts_of_an_earlier_answer_reach_the_template(name: str, tokenizer: Tokenizer) -> None:
     history = [*CHAT, {"role": "assistant", "content": "Sunny.", name: "Rome is <|im_end|> hot."}]
     ask = parse_chat(json.dumps({"messages": history}).encode())
-    assert ask.messages is not None
+    assert ask.prompt.messages is not None
     source = "{% for m in messages %}{{ m.reasoning_content }}{{ m.reasoning }}<|im_end|>{% endfor %}"
     thinking = Tokenizer(dataclasses.replace(tokenizer._files, chat_template=source))
-    ids = thinking.encode_chat(ask.messages)
+    ids = thinking.encode_chat(ask.prompt.messages)
     assert thinking.decode(ids) == "Rome is <|im_end|> hot." * 2
     assert ids.count(thinking.control["<|im_end|>"]) == 2  # the template's own, of two messages
 

@@ -64,7 +64,7 @@ def test_the_split_that_is_proposed_holds_more_than_the_one_that_was_recorded(
             ClusterShape(prefill=prefill, decode=4 - prefill),
             POLICY,
             load_profile("a800"),
-        ).effective_capacity
+        ).service.effective_capacity
         for prefill in (1, 2, 3)
     }
     assert held[best["prefill"]] == max(held.values()), (held, found)

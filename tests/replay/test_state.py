@@ -13,6 +13,13 @@ from halfmoon.conductor.replay.verify import Replay
 from halfmoon.schemas.events import Stamped
 
 SEQ = 450
+#: Of a snapshot and its state, in this order: conductors of two releases compare digests. What changes it is a version.
+VERSION = 7
+FIELDS = (
+    "seq at_ns clock_lead_ns orders_now timers_in_row code_version policy workers stores frontends index requests "
+    "parked orders finished timers asked_ns leaving links ssd_links answers round_robin similar offered demand "
+    "displaced counters"
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +38,11 @@ def test_replay_stops_after_the_event_that_was_named(core: Core) -> None:
             other.step(Stamped(seq=line.seq, at_ns=line.at_ns, event=line.event))
     assert core.digest() == other.digest()
     assert SEQ - 1 <= core.seq <= SEQ
+
+
+def test_a_snapshot_has_the_fields_of_the_state_in_one_order_whatever_records_it_is_made_of() -> None:
+    version, state = msgspec.msgpack.decode(Core().snapshot())
+    assert (version, " ".join(state)) == (VERSION, FIELDS)
 
 
 def test_the_text_names_every_process_request_order_and_timer(core: Core) -> None:

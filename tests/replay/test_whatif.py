@@ -73,27 +73,33 @@ def test_the_record_is_told_as_the_simulation_told_it(
     assert verify(log).identical
     told = simulate(arrivals, CLUSTER, POLICY, load_profile("a800"))
     was = compare(run, run.policy).recorded
-    assert (was.requests, was.completed, was.rejected) == (told.requests, told.completed, told.rejected)
-    assert was.token_reuse == pytest.approx(told.token_reuse, rel=0.01)
-    assert was.prefill_gpu_s == pytest.approx(told.prefill_gpu_s, rel=0.01)
-    assert was.ttft_ms.p50 == pytest.approx(told.ttft_ms.p50, rel=0.01)
-    assert was.tbt_ms == told.tbt_ms
+    assert (was.endings.requests, was.endings.completed, was.endings.rejected) == (
+        told.endings.requests,
+        told.endings.completed,
+        told.endings.rejected,
+    )
+    assert was.service.token_reuse == pytest.approx(told.service.token_reuse, rel=0.01)
+    assert was.devices.prefill_gpu_s == pytest.approx(told.devices.prefill_gpu_s, rel=0.01)
+    assert was.service.ttft_ms.p50 == pytest.approx(told.service.ttft_ms.p50, rel=0.01)
+    assert was.service.tbt_ms == told.service.tbt_ms
 
 
 def test_under_the_recorded_policy_the_simulation_is_near_the_record(run: Recorded) -> None:
     found = compare(run, run.policy)
     assert found.simulated.digest == found.what_if.digest
-    assert found.simulated.completed == pytest.approx(found.recorded.completed, rel=0.05)
-    assert found.simulated.ttft_ms.mean == pytest.approx(found.recorded.ttft_ms.mean, rel=0.15)
-    assert found.simulated.tbt_ms.mean == pytest.approx(found.recorded.tbt_ms.mean, rel=0.1)
-    assert found.simulated.token_reuse == pytest.approx(found.recorded.token_reuse, abs=0.02)
+    assert found.simulated.endings.completed == pytest.approx(found.recorded.endings.completed, rel=0.05)
+    assert found.simulated.service.ttft_ms.mean == pytest.approx(
+        found.recorded.service.ttft_ms.mean, rel=0.15
+    )
+    assert found.simulated.service.tbt_ms.mean == pytest.approx(found.recorded.service.tbt_ms.mean, rel=0.1)
+    assert found.simulated.service.token_reuse == pytest.approx(found.recorded.service.token_reuse, abs=0.02)
 
 
 def test_another_policy_gives_another_run(run: Recorded) -> None:
     found = compare(run, msgspec.structs.replace(run.policy, name="random", admission="none"))
-    assert found.what_if.completed == len(run.arrivals)
-    assert found.what_if.rejected == {} != found.simulated.rejected
-    assert found.what_if.ttft_ms.mean > 1.5 * found.simulated.ttft_ms.mean
+    assert found.what_if.endings.completed == len(run.arrivals)
+    assert found.what_if.endings.rejected == {} != found.simulated.endings.rejected
+    assert found.what_if.service.ttft_ms.mean > 1.5 * found.simulated.service.ttft_ms.mean
     text = described(found, "none.toml")
     assert "what if: none.toml" in text
     assert len([line for line in text.splitlines() if line.startswith("first token")]) == 4
@@ -101,10 +107,10 @@ def test_another_policy_gives_another_run(run: Recorded) -> None:
 
 def test_a_real_run_is_compared_and_its_losses_are_named() -> None:
     found = compare(recorded(Replay(LogFile(GOLDEN / "smollm2.jsonl.zst"))), Policy(admission="none"))
-    assert found.recorded.rejected["ttft_slo"] == 3
-    assert found.what_if.rejected == {}
+    assert found.recorded.endings.rejected["ttft_slo"] == 3
+    assert found.what_if.endings.rejected == {}
     assert found.caveats[0].endswith("placements were lost and made again; simulated processes never die")
-    assert 0.1 < found.simulated.ttft_ms.p50 / found.recorded.ttft_ms.p50 < 10
+    assert 0.1 < found.simulated.service.ttft_ms.p50 / found.recorded.service.ttft_ms.p50 < 10
 
 
 def test_a_run_without_kv_cannot_be_simulated() -> None:

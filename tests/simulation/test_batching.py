@@ -150,10 +150,10 @@ def test_a_small_cache_preempts_and_every_answer_is_whole() -> None:
         RunOptions(slo=Objectives(ttft_ns=10**12, tbt_ns=200 * MS)),
         outcomes=outcomes,
     )
-    assert report.completed == 12
+    assert report.endings.completed == 12
     # Three fit with their prompts and two with their answers: computing anew takes more than the prompts.
     alone = sum(LLAMA3_A800.cost.prefill_ns(1_000, 0) for _ in arrivals)
-    assert report.prefill_gpu_s * 1e9 > alone
+    assert report.devices.prefill_gpu_s * 1e9 > alone
     firsts = [outcomes[f"r{place}"].first_token_ns for place in range(12)]
     assert firsts == sorted(firsts)
 

@@ -85,7 +85,7 @@ def test_only_prefix_caching_reuses() -> None:
         caches = system in ("vllm-prefix", "dynamo")
         assert second.local_tokens == (8_192 - 512 if caches else 0), system
         assert (second.ttft_ns < first.ttft_ns / 4) == caches
-        assert (report.token_reuse > 0) == caches
+        assert (report.service.token_reuse > 0) == caches
 
 
 def test_what_fits_only_after_another_has_ended_waits() -> None:
@@ -99,7 +99,7 @@ def test_what_fits_only_after_another_has_ended_waits() -> None:
 def test_a_full_cache_gives_way_to_running_requests() -> None:
     arrivals = [request(10_000 * chain, 8_192, chain=chain) for chain in (1, 2, 1)]
     report, outcomes = run("vllm-prefix", *arrivals, kv_blocks=20)
-    assert report.completed == 3
+    assert report.endings.completed == 3
     assert outcomes[2].local_tokens < 8_192 - 512
 
 
@@ -113,12 +113,12 @@ def test_dynamo_weighs_cached_blocks_against_blocks_in_hand() -> None:
 def test_a_trace_ends_and_is_the_same_again(conversation: list[Arrival], system: str) -> None:
     one, _ = run(system, *conversation[:400], workers=4)
     two, _ = run(system, *conversation[:400], workers=4)
-    assert (one.requests, one.completed) == (400, 400)
+    assert (one.endings.requests, one.endings.completed) == (400, 400)
     assert {**one.plain(), "wall_s": 0} == {**two.plain(), "wall_s": 0}
 
 
 def test_what_no_worker_could_hold_is_refused_and_no_worker_at_all_is_an_error() -> None:
     report, _ = run("vllm", request(0, 8_192), kv_blocks=10)
-    assert report.rejected == {"too_long": 1}
+    assert report.endings.rejected == {"too_long": 1}
     with pytest.raises(ConfigurationImpossible, match="at least one worker"):
         run("vllm", request(0, 512), workers=0)

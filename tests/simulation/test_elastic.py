@@ -62,4 +62,4 @@ def test_roles_that_follow_a_swing_do_better_than_the_split_that_they_begin_with
         for mode in ("off", "on")
     )
     assert (stays.role_changes, follows.role_changes > 2) == (0, True)
-    assert follows.goodput_s > 1.05 * stays.goodput_s
+    assert follows.service.goodput_s > 1.05 * stays.service.goodput_s

@@ -135,7 +135,7 @@ def test_a_request_longer_than_one_cache_is_served_with_loans_and_refused_withou
         report = simulate_infinite_llm(
             [long, over], 4, CACHE_TOKENS, PROFILE, lending=lending, slo=Objectives()
         )
-        ends.append((report.completed, report.rejected))
+        ends.append((report.endings.completed, report.endings.rejected))
     assert ends == [(1, {"too_long": 1}), (0, {"too_long": 2})]
 
 

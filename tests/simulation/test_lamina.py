@@ -182,7 +182,7 @@ def figures(deployment: Deployment, requests: int = 900) -> PoolFigures:
         for _ in range(requests)
     ]
     report = simulate_lamina(arrivals, deployment, slo=Objectives())
-    assert report.completed == requests
+    assert report.endings.completed == requests
     return report.pools
 
 
@@ -215,8 +215,8 @@ def test_what_no_pool_holds_is_refused_and_the_rest_is_served_in_order() -> None
     long = Arrival(at_ns=0, prompt_tokens=TWO_POOLS.kv_tokens, output_tokens=1)
     short = [Arrival(at_ns=place, prompt_tokens=100, output_tokens=2) for place in range(5)]
     report = simulate_lamina([long, *short], TWO_POOLS, slo=Objectives())
-    assert (report.completed, report.rejected) == (5, {"too_long": 1})
-    assert report.bytes_moved == TWO_POOLS.step_bytes(10)
+    assert (report.endings.completed, report.endings.rejected) == (5, {"too_long": 1})
+    assert report.traffic.bytes_moved == TWO_POOLS.step_bytes(10)
     again = simulate_lamina([long, *short], TWO_POOLS, slo=Objectives())
     assert again.digest == report.digest
 

@@ -44,17 +44,27 @@ def test_the_beginning_of_the_conversation_trace_is_served_whole(
     report = simulate(
         conversation[:requests], EIGHT, Policy(admission="none", tbt_slo_ns=100 * MS), LLAMA3_A800
     )
-    assert (report.requests, report.completed, report.open, report.complete) == (requests, requests, 0, True)
-    assert 0.1 < report.token_reuse < 0.3734
-    assert report.effective_capacity > 0.98
+    assert (report.endings.requests, report.endings.completed, report.endings.open, report.complete) == (
+        requests,
+        requests,
+        0,
+        True,
+    )
+    assert 0.1 < report.service.token_reuse < 0.3734
+    assert report.service.effective_capacity > 0.98
 
 
 @pytest.mark.slow
 def test_the_whole_conversation_trace_is_served_whole(conversation: list[Arrival]) -> None:
     report = simulate(conversation, EIGHT, Policy(admission="none", tbt_slo_ns=100 * MS), LLAMA3_A800)
-    assert (report.requests, report.completed, report.open, report.complete) == (12_031, 12_031, 0, True)
-    assert 0.33 < report.token_reuse < 0.3734  # never more than one boundless pool
-    assert report.effective_capacity > 0.98
+    assert (report.endings.requests, report.endings.completed, report.endings.open, report.complete) == (
+        12_031,
+        12_031,
+        0,
+        True,
+    )
+    assert 0.33 < report.service.token_reuse < 0.3734  # never more than one boundless pool
+    assert report.service.effective_capacity > 0.98
 
 
 @pytest.mark.parametrize("requests", sizes(100, 300))
@@ -68,9 +78,9 @@ def test_every_request_ends_under_every_policy(
     report = simulate(
         conversation[:requests], TWO, chosen, LLAMA3_A800, RunOptions(seed=3), outcomes=outcomes
     )
-    assert report.requests == len(outcomes) == requests
-    assert report.completed + sum(report.rejected.values()) == requests
-    assert (sum(report.rejected.values()) > 0) == (admission != "none")
+    assert report.endings.requests == len(outcomes) == requests
+    assert report.endings.completed + sum(report.endings.rejected.values()) == requests
+    assert (sum(report.endings.rejected.values()) > 0) == (admission != "none")
     for outcome in outcomes.values():
         if outcome.end == "finished":
             assert outcome.arrived_ns < outcome.first_token_ns <= outcome.ended_ns
@@ -122,7 +132,7 @@ def test_a_run_is_the_same_again_in_another_process(
         "from halfmoon.schemas.policy import Policy\n"
         "report = simulate(read_trace(sys.argv[1])[:int(sys.argv[2])], ClusterShape(prefill=8, decode=8), "
         "Policy(), LLAMA3_A800, RunOptions(noise_percent=5, seed=4))\n"
-        "print(report.digest, report.ttft_ms.mean)"
+        "print(report.digest, report.service.ttft_ms.mean)"
     )
     run = subprocess.run(
         [sys.executable, "-c", program, str(trace_file), str(requests)],
@@ -133,7 +143,7 @@ def test_a_run_is_the_same_again_in_another_process(
     report = simulate(
         conversation[:requests], EIGHT, Policy(), LLAMA3_A800, RunOptions(noise_percent=5, seed=4)
     )
-    assert run.stdout.split() == [report.digest, str(report.ttft_ms.mean)]
+    assert run.stdout.split() == [report.digest, str(report.service.ttft_ms.mean)]
     again = simulate(
         conversation[:requests], EIGHT, Policy(), LLAMA3_A800, RunOptions(noise_percent=5, seed=4)
     )
@@ -166,7 +176,7 @@ def test_one_request_alone_takes_what_the_profile_says() -> None:
 @pytest.mark.parametrize("tokens", [2, 512 + 3, 1_024])
 def test_the_tokens_of_a_prompt_are_pushed_and_no_more(tokens: int) -> None:
     report = simulate([request(0, tokens)], TWO, Policy(admission="none"), LLAMA3_A800)
-    assert report.bytes_pushed == tokens * 327_680
+    assert report.traffic.bytes_pushed == tokens * 327_680
 
 
 def test_a_second_turn_reuses_the_first_one_and_says_where_from() -> None:
@@ -176,7 +186,7 @@ def test_a_second_turn_reuses_the_first_one_and_says_where_from() -> None:
     # One token at least is computed, so the last whole block is.
     assert outcomes["r1"].local_tokens + outcomes["r1"].fetched_tokens == 8_192 - 512
     assert outcomes["r1"].ttft_ns < outcomes["r0"].ttft_ns // 5
-    assert report.token_reuse == pytest.approx((8_192 - 512) / (2 * 8_192), abs=1e-6)
+    assert report.service.token_reuse == pytest.approx((8_192 - 512) / (2 * 8_192), abs=1e-6)
 
 
 def test_without_a_pool_nothing_is_reused() -> None:
@@ -184,7 +194,7 @@ def test_without_a_pool_nothing_is_reused() -> None:
     report = simulate(
         [request(0, 8_192), request(60_000, 8_192)], cluster, Policy(admission="none"), LLAMA3_A800
     )
-    assert report.token_reuse == 0
+    assert report.service.token_reuse == 0
 
 
 @pytest.mark.slow
@@ -198,8 +208,8 @@ def test_a_slow_network_is_felt(conversation: list[Arrival]) -> None:
         )
         for bytes_s in (100_000_000_000, 500_000_000)
     )
-    assert slow.token_reuse < fast.token_reuse
-    assert slow.tbt_ms.p90 > fast.tbt_ms.p90
+    assert slow.service.token_reuse < fast.service.token_reuse
+    assert slow.service.tbt_ms.p90 > fast.service.tbt_ms.p90
 
 
 @pytest.mark.slow
@@ -209,13 +219,13 @@ def test_faster_replay_waits_longer(conversation: list[Arrival]) -> None:
         simulate(conversation[:400], EIGHT, policy, LLAMA3_A800, RunOptions(speed=speed))
         for speed in (1.0, 3.0)
     )
-    assert fast.ttft_ms.mean > 1.5 * slow.ttft_ms.mean
+    assert fast.service.ttft_ms.mean > 1.5 * slow.service.ttft_ms.mean
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda profile: profile.name)
 def test_every_profile_is_complete(profile) -> None:  # type: ignore[no-untyped-def]
     report = simulate([request(0, 1_024)], TWO, Policy(admission="none"), profile)
-    assert report.completed == 1
+    assert report.endings.completed == 1
     assert len(profile.notes) >= 3
 
 
@@ -236,5 +246,5 @@ def test_an_interrupted_run_reports_what_it_has(conversation: list[Arrival]) -> 
 
     report = simulate(conversation[:400], EIGHT, Policy(), LLAMA3_A800, RunOptions(progress=interrupt))
     assert not report.complete
-    assert 200 <= report.requests < 400
-    assert report.open > 0
+    assert 200 <= report.endings.requests < 400
+    assert report.endings.open > 0

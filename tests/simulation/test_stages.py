@@ -74,7 +74,7 @@ def run(size: int, *tokens: int, gap_ns: int = S) -> tuple[list[Outcome], object
         PROFILE,
         outcomes=found,
     )
-    assert report.completed == len(tokens)
+    assert report.endings.completed == len(tokens)
     return [found[f"r{place}"] for place in range(len(tokens))], report
 
 
@@ -82,7 +82,9 @@ def test_the_longest_prompt_on_four_workers_holds_the_aim_and_is_as_predicted() 
     ((alone,), _), ((four,), report) = run(1, 131_072), run(4, 131_072)
     assert four.ttft_ns <= SHARE_MAX * alone.ttft_ns
     assert four.predicted_ttft_ns == pytest.approx(four.ttft_ns, rel=0.02)
-    ours, best, ring, reduced = traffic_gb(131_072, 4, report.bytes_moved - report.bytes_pushed)  # type: ignore[attr-defined]
+    ours, best, ring, reduced = traffic_gb(
+        131_072, 4, report.traffic.bytes_moved - report.traffic.bytes_pushed
+    )  # type: ignore[attr-defined]
     assert best < ours < ring < reduced
 
 

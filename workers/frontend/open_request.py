@@ -163,7 +163,9 @@ class OpenRequest:
         self.unknown_count = 0
         self.end_ids = frozenset(tokenizer.eos_ids).union(sampling.stop_token_ids)
         #: The bytes that each token adds to the text.
-        self.text_tokens: TokenBytes = tokenizer if ask.skip_special_tokens else ControlAsText(tokenizer)
+        self.text_tokens: TokenBytes = (
+            tokenizer if ask.answer.skip_special_tokens else ControlAsText(tokenizer)
+        )
         self.detokenizer = self.new_detokenizer()
         self.stop_checker = StopChecker(ask.stops) if ask.stops else None
 
@@ -274,7 +276,7 @@ class OpenRequest:
         ids = [sampled.token_id for sampled in tokens]
         shown = ids
         ended = bool(tokens) and (finish_reason == "stop" or tokens[-1].cut)
-        if ended and ids[-1] in self.end_ids and not self.ask.include_stop:
+        if ended and ids[-1] in self.end_ids and not self.ask.answer.include_stop:
             shown = ids[:-1]  # the mark of the end is no text
         if self.stop_checker is None:
             self.output_ids += ids
@@ -300,7 +302,7 @@ class OpenRequest:
     def _stop(self, hit: str) -> str:
         """The stop string, where it is to be part of the answer."""
         self.stop_text = hit
-        return hit if self.ask.include_stop else ""
+        return hit if self.ask.answer.include_stop else ""
 
 
 def order_rank(order_id: str) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from halfmoon.schemas.api.bodies import DetokenizeBody, TokenizeBody
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import (
     ApiRequest,
-    ChatRendering,
+    AskedPrompt,
     chat_rendering,
     plain_messages,
     special_tokens_in_chat,
@@ -99,15 +99,8 @@ class PromptReader:
         of that.
         """
         self.check_model(ask.model)
-        token_ids = await self.encode(
-            text=ask.text,
-            token_ids=ask.token_ids,
-            messages=ask.messages,
-            tools=ask.tool_use.tools if ask.tool_use is not None else None,
-            rendering=ask.rendering,
-            add_special=ask.add_special_tokens,
-        )
-        if ask.truncate_prompt_tokens is not None:
+        token_ids = await self.encode(ask.prompt)
+        if ask.prompt.truncate_tokens is not None:
             token_ids = self._truncated(token_ids, ask)
         max_tokens = self._max_tokens(ask, len(token_ids), max_tokens_default)
         if ask.sampling.prompt_logprobs >= 0:
@@ -165,14 +158,14 @@ class PromptReader:
             raise special_tokens_in_chat()
         ids: list[int] = []
         if messages or body.prompt:
-            special = body.add_special_tokens is not False
-            ids = await self.encode(
+            prompt = AskedPrompt(
                 text=body.prompt,
                 messages=messages,
                 tools=msgspec.to_builtins(body.tools) if body.tools else None,
                 rendering=rendering,
-                add_special=special,
+                add_special_tokens=body.add_special_tokens is not False,
             )
+            ids = await self.encode(prompt)
         answer = {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
         return answer | {"token_strs": self._tokenizer.names(ids) if body.return_token_strs else None}
 
@@ -184,21 +177,13 @@ class PromptReader:
             raise ApiError(400, message, param="tokens", code="invalid")
         return {"prompt": decode_all(self._tokenizer, body.tokens)}
 
-    async def encode(
-        self,
-        *,
-        text: str | None,
-        token_ids: list[int] | None = None,
-        messages: list[dict[str, Any]] | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        rendering: ChatRendering,
-        add_special: bool = True,
-    ) -> list[int]:
-        """The token ids of whichever is given.
+    async def encode(self, prompt: AskedPrompt) -> list[int]:
+        """All its token ids.
 
         Control tokens in a text are those tokens: who asks for a completion writes all of it. In a chat only the
         template's are.
         """
+        token_ids, messages = prompt.token_ids, prompt.messages
         param = "messages" if messages is not None else "prompt"
         if token_ids is not None:
             if token_ids and max(token_ids) >= self._tokenizer.vocab_size:
@@ -209,12 +194,12 @@ class PromptReader:
                 len(message["content"]) + len(message.get("reasoning", "")) for message in messages
             )
             characters += sum(len(str(message.get("tool_calls", ""))) for message in messages)
-            characters += len(str(tools)) if tools else 0
-            token_ids = await self._encode_chat(messages, tools, rendering, characters)
+            characters += len(str(prompt.tools)) if prompt.tools else 0
+            token_ids = await self._encode_chat(messages, prompt, characters)
         else:
-            text = text or ""
+            text, special = prompt.text or "", prompt.add_special_tokens
             token_ids = await self._encode(
-                functools.partial(self._tokenizer.encode, text, add_special=add_special, parse_special=True),
+                functools.partial(self._tokenizer.encode, text, add_special=special, parse_special=True),
                 len(text),
             )
         if not token_ids:
@@ -222,20 +207,17 @@ class PromptReader:
         return token_ids
 
     async def _encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        rendering: ChatRendering,
-        characters: int,
+        self, messages: list[dict[str, Any]], prompt: AskedPrompt, characters: int
     ) -> list[int]:
         """Raises ApiError when the chat template refuses the messages, or does not come to an end."""
+        rendering = prompt.rendering
         encode = functools.partial(
             self._tokenizer.encode_chat,
             messages,
             add_generation_prompt=rendering.add_generation_prompt,
             continue_final=rendering.continue_final,
             switches=rendering.switches,
-            tools=tools,
+            tools=prompt.tools,
         )
         try:
             if self._inline and characters <= INLINE_CHARACTERS_MAX:
@@ -267,7 +249,7 @@ class PromptReader:
         """Raises ApiError where the log probabilities of so long a prompt do not fit in a message."""
         top = ask.sampling.prompt_logprobs
         if prompt_tokens > (most := scored_tokens_max(self._payload_bytes_max, top)):
-            param = "echo" if ask.echo else "prompt_logprobs"
+            param = "echo" if ask.answer.echo else "prompt_logprobs"
             message = (
                 f"{param}: log probabilities, with the {top} most likely tokens of each, are told of prompts of up to "
                 f"{most} tokens (max_payload is {self._payload_bytes_max}); this one has {prompt_tokens}"
@@ -276,7 +258,7 @@ class PromptReader:
 
     def _truncated(self, token_ids: list[int], ask: ApiRequest) -> list[int]:
         """The last tokens, as many as `truncate_prompt_tokens` says. Raises ApiError 400."""
-        keep = ask.truncate_prompt_tokens
+        keep = ask.prompt.truncate_tokens
         assert keep is not None
         if keep > self._context:
             message = f"truncate_prompt_tokens: {keep} is more than the context of {self._context} tokens"

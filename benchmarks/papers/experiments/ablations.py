@@ -30,8 +30,8 @@ def ttft_by_speed(context: Context) -> Section:
     for percent in (80, 100, 115, 130):
         profile = scaled(LLAMA3_A800, "prefill", percent)
         reports = {name: context.run(name, profile=profile) for name in ("mooncake", "random")}
-        rule, by_chance = (reports[name].ttft_ms.mean / 1e3 for name in ("mooncake", "random"))
-        busy = reports["random"].prefill_busy
+        rule, by_chance = (reports[name].service.ttft_ms.mean / 1e3 for name in ("mooncake", "random"))
+        busy = reports["random"].devices.prefill_busy
         rows.append(
             [
                 f"× {percent / 100:g}",
@@ -43,9 +43,9 @@ def ttft_by_speed(context: Context) -> Section:
             ]
         )
     for seed in (1, 2, 3):
-        rule = context.run("mooncake").ttft_ms.mean / 1e3
+        rule = context.run("mooncake").service.ttft_ms.mean / 1e3
         report = context.run("random", seed=seed)
-        by_chance = report.ttft_ms.mean / 1e3
+        by_chance = report.service.ttft_ms.mean / 1e3
         rows.append(
             [
                 "× 1",
@@ -53,7 +53,7 @@ def ttft_by_speed(context: Context) -> Section:
                 f"{rule:.2f}",
                 f"{by_chance:.2f}",
                 f"{by_chance / rule:.1f}",
-                f"{report.prefill_busy:.0%}",
+                f"{report.devices.prefill_busy:.0%}",
             ]
         )
     return Section(
@@ -86,10 +86,16 @@ def admissions(context: Context) -> Section:
             profile = scaled(LLAMA2_A800, "decode", percent)
             slo = Objectives(ttft_ns=30 * S, tbt_ns=100 * MS)
             report = context.run("mooncake", admission, profile=profile, slo=slo, speed=2.0)
-            refused = sum(report.rejected.values())
-            lost = round((1 - report.effective_capacity) * report.requests)
-            row = [f"× {percent / 100:g}", admission, str(refused), str(report.wasted_prefills), str(lost)]
-            rows.append([*row, f"{report.tbt_ms.p50:.0f} / {report.tbt_ms.p99:.0f}"])
+            refused = sum(report.endings.rejected.values())
+            lost = round((1 - report.service.effective_capacity) * report.endings.requests)
+            row = [
+                f"× {percent / 100:g}",
+                admission,
+                str(refused),
+                str(report.endings.wasted_prefills),
+                str(lost),
+            ]
+            rows.append([*row, f"{report.service.tbt_ms.p50:.0f} / {report.service.tbt_ms.p99:.0f}"])
     return Section(
         title="Why the three admissions agree in the paper's overload setting",
         setting="8 + 8 workers, speed 2, TBT 100 ms, LLaMA2-70B on 8×A800, the papers' placement rule; only "
@@ -116,7 +122,7 @@ def decode_speed(context: Context) -> Section:
             cluster = ClusterShape(prefill=prefill, decode=16 - prefill)
             slo = Objectives(ttft_ns=10 * S, tbt_ns=100 * MS)
             report = context.run("halfmoon", "none", cluster=cluster, profile=profile, slo=slo, speed=1.5)
-            held.append(f"{report.effective_capacity:.3f}")
+            held.append(f"{report.service.effective_capacity:.3f}")
         rows.append([f"× {percent / 100:g}", *held])
     return Section(
         title="Why the best split has fewer decode workers than in the paper",
@@ -152,7 +158,7 @@ def elsewhere(context: Context) -> Section:
         p90 = [
             context.run(
                 name, "predicted", arrivals=arrivals, noise_percent=5, seed=1, speed=speeds["mooncake"]
-            ).ttft_ms.p90
+            ).service.ttft_ms.p90
             / 1e3
             for name in names
         ]

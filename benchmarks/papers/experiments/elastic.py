@@ -157,9 +157,9 @@ def _row(context: Context, chosen: str, name: str, arrivals: Sequence[Arrival]) 
     found = _run(context, arrivals, WORKERS // 2, elastic=True)
     # Each run ends with its last answer; a straggler that only one of them serves is no reason to call it slower.
     a_second = len(arrivals) / ((arrivals[-1].at_ns - arrivals[0].at_ns) / S)
-    best = max(fixed, key=lambda split: fixed[split].effective_capacity)
-    worst = min(fixed, key=lambda split: fixed[split].effective_capacity)
-    held = found.effective_capacity
+    best = max(fixed, key=lambda split: fixed[split].service.effective_capacity)
+    worst = min(fixed, key=lambda split: fixed[split].service.effective_capacity)
+    held = found.service.effective_capacity
     cells = [
         chosen,
         name,
@@ -169,7 +169,7 @@ def _row(context: Context, chosen: str, name: str, arrivals: Sequence[Arrival]) 
         f"{found.role_changes}",
     ]
     for split in (best, worst):
-        other = fixed[split].effective_capacity
+        other = fixed[split].service.effective_capacity
         cells += [f"{split} + {WORKERS - split}", f"{other * a_second:.2f}", f"{held / other:.3f}"]
     return cells
 

@@ -176,7 +176,9 @@ def _limits() -> list[str]:
         while high - low > 16:
             middle = (low + high) // 2
             alone = [Arrival(at_ns=0, prompt_tokens=middle - ANSWER_TOKENS, output_tokens=ANSWER_TOKENS)]
-            low, high = (middle, high) if _simulated(alone, instances, lending).completed else (low, middle)
+            low, high = (
+                (middle, high) if _simulated(alone, instances, lending).endings.completed else (low, middle)
+            )
         found.append(low / CACHE_TOKENS)
     return [
         f"The longest request of 8 instances: {found[0]:.2f} caches without lending, {found[1]:.2f} with it (a lender "

@@ -188,16 +188,16 @@ def overload(context: Context) -> Section:
 
 
 def _overload_row(what: str, admission: str, report: SimulationReport, paper: dict[str, int]) -> list[str]:
-    lost = round((1 - report.effective_capacity) * report.requests)
-    refused = sum(report.rejected.values())
-    reasons = ", ".join(f"{reason} {count}" for reason, count in report.rejected.items())
+    lost = round((1 - report.service.effective_capacity) * report.endings.requests)
+    refused = sum(report.endings.rejected.values())
+    reasons = ", ".join(f"{reason} {count}" for reason, count in report.endings.rejected.items())
     return [
         what,
         admission,
         str(paper.get(admission, "–")),
-        f"{refused} of {report.requests} ({reasons})",
-        str(report.wasted_prefills),
-        f"{lost} ({lost / report.requests:.0%})",
+        f"{refused} of {report.endings.requests} ({reasons})",
+        str(report.endings.wasted_prefills),
+        f"{lost} ({lost / report.endings.requests:.0%})",
     ]
 
 
@@ -208,14 +208,14 @@ def split(context: Context) -> Section:
     for prefill in range(6, 16):
         cluster = ClusterShape(prefill=prefill, decode=16 - prefill)
         report = context.run("halfmoon", "none", cluster=cluster, slo=_slo(100, 10), speed=speed)
-        points.append((float(prefill), report.effective_capacity))
+        points.append((float(prefill), report.service.effective_capacity))
         rows.append(
             [
                 f"{prefill}:{16 - prefill}",
-                f"{report.effective_capacity:.3f}",
-                f"{report.ttft_ms.mean / 1e3:.2f}",
-                f"{report.tbt_ms.mean:.1f}",
-                f"{report.tbt_ms.p99:.1f}",
+                f"{report.service.effective_capacity:.3f}",
+                f"{report.service.ttft_ms.mean / 1e3:.2f}",
+                f"{report.service.tbt_ms.mean:.1f}",
+                f"{report.service.tbt_ms.p99:.1f}",
             ]
         )
     best = max(points, key=lambda point: (point[1], -point[0]))
@@ -261,7 +261,7 @@ def better(context: Context) -> Section:
                     noise_percent=5,
                     speed=speeds["mooncake"],
                 )
-                p90[name] = report.ttft_ms.p90 / 1e3
+                p90[name] = report.service.ttft_ms.p90 / 1e3
             gain = speeds["halfmoon"] / speeds["mooncake"] - 1
             gains.append(gain)
             rows.append(

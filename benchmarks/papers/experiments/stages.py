@@ -81,7 +81,7 @@ def traffic_gb(tokens: int, size: int, ours_bytes: int) -> list[float]:
 
 
 def _between(report: SimulationReport) -> int:
-    return report.bytes_moved - report.bytes_pushed - report.bytes_fetched
+    return report.traffic.bytes_moved - report.traffic.bytes_pushed - report.traffic.bytes_fetched
 
 
 def _run(context: Context, tokens: int, size: int) -> tuple[Outcome, SimulationReport]:

@@ -16,11 +16,16 @@ from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.similar import Reference
 
 
-class Candidate(msgspec.Struct, kw_only=True):
-    """A prefill worker, and the prompt's times there, from now on."""
+class CandidateWorker(msgspec.Struct, kw_only=True):
+    """A worker that could take a half of a request."""
 
     worker_id: str
     node_id: str
+
+
+class Candidate(CandidateWorker, kw_only=True):
+    """A prefill worker, and the prompt's times there, from now on."""
+
     queue_ns: int
     transfer_ns: int = 0
     prefill_ns: int
@@ -53,11 +58,9 @@ class Candidate(msgspec.Struct, kw_only=True):
     reference: Reference | None = None
 
 
-class DecodeCandidate(msgspec.Struct, kw_only=True):
+class DecodeCandidate(CandidateWorker, kw_only=True):
     """A decode worker with all that it has accepted, this request included."""
 
-    worker_id: str
-    node_id: str
     tbt_ns: int
     #: KV blocks that the request needs, and that are reserved before it; whether they fit.
     blocks: int

@@ -35,8 +35,8 @@ FINISHED_MAX = 16_384
 UNBOUND_TOKENS = 2**62
 
 
-class State(msgspec.Struct, kw_only=True, dict=True):
-    """All that the core knows: a snapshot holds it and a digest names it. `loads` follows from it and is in neither."""
+class LogPosition(msgspec.Struct, kw_only=True):
+    """The core's place in the log, and the time there."""
 
     seq: int = 0
     at_ns: int = 0
@@ -46,12 +46,52 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     orders_now: int = 0
     #: Timers that fired since the last event of any other kind.
     timers_in_row: int = 0
+
+    @property
+    def server_ns(self) -> int:
+        """The server's clock at the newest event, as people read it."""
+        return self.at_ns - self.clock_lead_ns
+
+    def log_ns(self, stamped_ns: int) -> int:
+        """The log's time for a server's time since its clock was last set."""
+        return stamped_ns + self.clock_lead_ns
+
+
+class Members(LogPosition, kw_only=True):
+    """The processes of the cluster, by what they announced, and the policy that they are held to."""
+
     code_version: str = ""
     policy: Policy = Policy()
     #: By id, always sorted.
     workers: dict[str, WorkerRecord] = {}
     stores: dict[str, StoreRecord] = {}
     frontends: dict[str, FrontendRecord] = {}
+
+    @property
+    def members(self) -> dict[Membership, Mapping[str, WorkerRecord | StoreRecord | FrontendRecord]]:
+        """The processes that are known, by how they are members."""
+        return {"worker": self.workers, "store": self.stores, "frontend": self.frontends}
+
+    def host(self, worker: WorkerRecord) -> str:
+        """The host of the worker's node; without a store agent there, the node."""
+        store = self.stores.get(worker.node_id)
+        return worker.node_id if store is None else store.host
+
+    def takes_orders(self, worker: WorkerRecord) -> bool:
+        """True unless it drains or its node's store agent, through which all its KVCache comes and goes, is away."""
+        return not worker.draining and (worker.block_bytes == 0 or worker.node_id in self.stores)
+
+    def pool_tokens(self, worker: WorkerRecord) -> int:
+        """Tokens of a prompt that the pool of the worker's node could hold, were it empty."""
+        store = self.stores.get(worker.node_id)
+        if store is None or not self.policy.pools_bound or worker.block_bytes == 0:
+            return UNBOUND_TOKENS
+        return store.slots * worker.block_tokens
+
+
+class State(Members, kw_only=True, dict=True):
+    """All that the core knows: a snapshot holds it and a digest names it. `loads` follows from it and is in neither."""
+
     index: BlockIndex
     requests: dict[str, Request] = {}
     #: Request ids in the order in which they lost their place.
@@ -78,20 +118,6 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     displaced: Displaced = msgspec.field(default_factory=Displaced)
     counters: Counters = msgspec.field(default_factory=Counters)
 
-    @property
-    def server_ns(self) -> int:
-        """The server's clock at the newest event, as people read it."""
-        return self.at_ns - self.clock_lead_ns
-
-    def log_ns(self, stamped_ns: int) -> int:
-        """The log's time for a server's time since its clock was last set."""
-        return stamped_ns + self.clock_lead_ns
-
-    @property
-    def members(self) -> dict[Membership, Mapping[str, WorkerRecord | StoreRecord | FrontendRecord]]:
-        """The processes that are known, by how they are members."""
-        return {"worker": self.workers, "store": self.stores, "frontend": self.frontends}
-
     @cached_property
     def loads(self) -> LoadIndexes:
         ready = [worker for worker in self.workers.values() if self.takes_orders(worker)]
@@ -99,22 +125,6 @@ class State(msgspec.Struct, kw_only=True, dict=True):
         for worker in self.workers.values():
             indexes.on_host.setdefault(self.host(worker), []).append(worker)
         return indexes
-
-    def host(self, worker: WorkerRecord) -> str:
-        """The host of the worker's node; without a store agent there, the node."""
-        store = self.stores.get(worker.node_id)
-        return worker.node_id if store is None else store.host
-
-    def takes_orders(self, worker: WorkerRecord) -> bool:
-        """True unless it drains or its node's store agent, through which all its KVCache comes and goes, is away."""
-        return not worker.draining and (worker.block_bytes == 0 or worker.node_id in self.stores)
-
-    def pool_tokens(self, worker: WorkerRecord) -> int:
-        """Tokens of a prompt that the pool of the worker's node could hold, were it empty."""
-        store = self.stores.get(worker.node_id)
-        if store is None or not self.policy.pools_bound or worker.block_bytes == 0:
-            return UNBOUND_TOKENS
-        return store.slots * worker.block_tokens
 
     def members_changed(self) -> None:
         """Call after a worker or a store agent joined, drains, is suspected or left, and after the policy changed:

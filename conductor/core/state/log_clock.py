@@ -6,10 +6,10 @@ clock. Timers, heartbeats and predictions measure how long something lasts; so a
 
 from __future__ import annotations
 
-from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.core_state import Members
 
 
-def log_time_ns(state: State, stamped_ns: int) -> int:
+def log_time_ns(state: Members, stamped_ns: int) -> int:
     """The time of the log at an event that the server stamped so; the state notes the step, if there is one."""
     at_ns = state.log_ns(stamped_ns)
     limit_ns = state.policy.clock_step_ns_max

@@ -100,7 +100,7 @@ class Exchanges:
         if traceparent:
             headers["traceparent"] = traceparent
         try:
-            if ask.stream:
+            if ask.answer.stream:
                 return await self._stream(request, listener, form, headers)
             await listener.wait()
             if listener.error is not None:
@@ -144,7 +144,7 @@ class _Listener(UnreadEvents):
 
     def on_piece(self, request: OpenRequest, piece: Piece) -> None:
         assert self.form is not None
-        if request.ask.stream:
+        if request.ask.answer.stream:
             # A form numbers its events: they are made in the order in which they are sent.
             if not self._begun:
                 self._begun = True

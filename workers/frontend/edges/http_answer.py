@@ -31,8 +31,7 @@ def prompts_of(ask: ApiRequest) -> Iterator[ApiRequest]:
     """Each prompt of a request as one; its own name is the first one's."""
     yield dataclasses.replace(ask, more_prompts=())
     for prompt in ask.more_prompts:
-        text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
-        yield dataclasses.replace(ask, more_prompts=(), text=text, token_ids=token_ids, request_id="")
+        yield dataclasses.replace(ask, prompt=prompt, more_prompts=(), request_id="")
 
 
 def choice_of(ask: ApiRequest, number: int) -> ApiRequest:
@@ -40,7 +39,7 @@ def choice_of(ask: ApiRequest, number: int) -> ApiRequest:
     if not number:
         return ask
     sampling = ask.sampling.reseeded(number)
-    if not ask.stream:  # those of the prompt come with its first choice
+    if not ask.answer.stream:  # those of the prompt come with its first choice
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)
     return dataclasses.replace(ask, sampling=sampling, request_id="")
 
@@ -182,7 +181,7 @@ class HttpAnswer(UnreadEvents):
             registry.config.model,
             self._created_s,
             ChoicePlace(index, self._forms[0].request.request_id if index else "", self._alone),
-            scored=first.request if first is not None and not ask.stream else None,
+            scored=first.request if first is not None and not ask.answer.stream else None,
         )
         if self._gone:
             registry.cancel(opened)
@@ -202,7 +201,7 @@ class HttpAnswer(UnreadEvents):
         if later := self._later.pop(index, None):
             self._registry.spawn(self._open_later(later))
         form = self._forms[index]
-        if request.ask.stream:
+        if request.ask.answer.stream:
             event = form.event(piece)
             if not piece.first:
                 event = form.first_event() + event
@@ -210,7 +209,7 @@ class HttpAnswer(UnreadEvents):
         if piece.finish_reason:
             self._left -= 1
             self.ended = not self._left
-            if self.ended and request.ask.stream:
+            if self.ended and request.ask.answer.stream:
                 self._send(form.last_events([each.request for _, each in sorted(self._forms.items())]))
         self._wake()
 

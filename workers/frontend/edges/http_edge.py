@@ -172,7 +172,7 @@ class HttpEdge:
         if traceparent:
             headers["traceparent"] = traceparent
         try:
-            if ask.stream:
+            if ask.answer.stream:
                 return await self._stream(request, answer, headers)
             await answer.wait()
             if answer.error is not None:
@@ -242,10 +242,7 @@ class HttpEdge:
         self._others.authorize(request)
         ask = parse_count_tokens(await self._body(request))
         self._registry.prompts.check_model(ask.model)
-        tools = ask.tool_use.tools if ask.tool_use is not None else None
-        ids = await self._registry.prompts.encode(
-            text=None, messages=ask.messages, tools=tools, rendering=ask.rendering
-        )
+        ids = await self._registry.prompts.encode(ask.prompt)
         counted = {"input_tokens": len(ids), "context_management": {"original_input_tokens": len(ids)}}
         return _json(counted)
 

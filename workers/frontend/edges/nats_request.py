@@ -32,7 +32,7 @@ def client_traceparent(msg: Msg) -> str:
 
 def one_choice(ask: ApiRequest) -> ApiRequest:
     """Raises ApiError where several answers are asked for: a reply subject gets one."""
-    for param, several in (("n", ask.n > 1), ("prompt", bool(ask.more_prompts)), ("echo", ask.echo)):
+    for param, several in (("n", ask.n > 1), ("prompt", bool(ask.more_prompts)), ("echo", ask.answer.echo)):
         if several:
             message = f"{param}: over NATS a request has one prompt and one choice, which is not echoed; ask over HTTP"
             raise ApiError(400, message, param=param, code="unsupported")
@@ -90,8 +90,8 @@ class NatsListener:
         alive = headers.get(ALIVE_HEADER, "")
         inboxes = inboxes_of(subjects.tenant_of(msg.subject), edge.inboxes)
         self._edge = edge
-        self._stream = ask.stream
-        self._alive = msg.reply if ask.stream else reply_subject(alive, inboxes)
+        self._stream = ask.answer.stream
+        self._alive = msg.reply if ask.answer.stream else reply_subject(alive, inboxes)
         self.traceparent = client_traceparent(msg)
         self._headers = {"traceparent": self.traceparent} if self.traceparent else None
         self.endpoint = endpoint

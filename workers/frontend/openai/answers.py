@@ -165,14 +165,14 @@ class OpenAiFormatter:
         self._tokenizer = tokenizer
         self._chat = ask.chat
         self._top = ask.sampling.logprobs
-        self._ids = ask.return_token_ids
+        self._ids = ask.answer.return_token_ids
         #: Made for the first tokens whose offsets are asked for.
         self._offsets: TextOffsets | None = None
         self._model = model
         self._created_s = created_s
         self._alone = place.alone
         self._id = ("chatcmpl-" if self._chat else "cmpl-") + (place.answer_id or request.request_id)
-        self._echoed = echoed_text(request, tokenizer) if ask.echo else ""
+        self._echoed = echoed_text(request, tokenizer) if ask.answer.echo else ""
         self._parts = parts_of(request, tokenizer)
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         head = {"id": self._id, "object": kind, "created": created_s, "model": model}
@@ -269,7 +269,7 @@ class OpenAiFormatter:
     def last_events(self, requests: Sequence[OpenRequest]) -> bytes:
         """Usage of all choices, when asked for, and the end."""
         events = b""
-        if self.request.ask.include_usage:
+        if self.request.ask.answer.include_usage:
             events = self._answer + b'],"usage":' + orjson.dumps(openai_usage(requests)) + b"}\n\n"
         return events + b"data: [DONE]\n\n"
 
@@ -290,7 +290,7 @@ class OpenAiFormatter:
 
     def _written(self, text: str) -> str:
         """`text` of the answer, as far as it is shown."""
-        return "" if self.request.ask.echo_only else text
+        return "" if self.request.ask.answer.echo_only else text
 
     def _text(self, text: bytes) -> bytes:
         return b'"delta":{"content":' + text + b"}" if self._chat else b'"text":' + text
@@ -300,7 +300,7 @@ class OpenAiFormatter:
         if self._ids:
             body = b',"token_ids":' + orjson.dumps([sampled.token_id for sampled in piece.tokens])
         # As in vLLM, an echo in a stream has them unasked.
-        if not piece.first and not self._chat and (self._ids or self.request.ask.echo):
+        if not piece.first and not self._chat and (self._ids or self.request.ask.answer.echo):
             body += b',"prompt_token_ids":' + orjson.dumps(self.prompt_ids())
         return body
 
@@ -315,9 +315,9 @@ class OpenAiFormatter:
             end += b"," + told
         end += b"}]"
         ask = self.request.ask
-        if ask.usage_so_far:
+        if ask.answer.usage_so_far:
             end += b',"usage":' + orjson.dumps(openai_usage([self.request]))
-        elif ask.include_usage:
+        elif ask.answer.include_usage:
             end += b',"usage":null'
         if told and self._alone:
             end += b"," + told
@@ -333,12 +333,12 @@ class OpenAiFormatter:
             return None
         if self._chat:
             return chat_logprobs(self._tokenizer, samples, self._top, self.request.text_tokens)
-        if self.request.ask.echo_only:
+        if self.request.ask.answer.echo_only:
             samples = []
         before: dict[str, list[Any]] = {}
         if self._offsets is None:
             self._offsets = TextOffsets(self.request.new_detokenizer(), len(self._echoed))
-            if self.request.ask.echo:
+            if self.request.ask.answer.echo:
                 before = echoed_logprobs(self._scored, self._tokenizer, self._echoed, self._top)
         told = completion_logprobs(self._tokenizer, samples, self._top, self._offsets)
         return {name: before.get(name, []) + each for name, each in told.items()}

@@ -16,14 +16,13 @@ from halfmoon.workers.model.text.tokenizer import IncrementalDetokenizer, Tokeni
 
 def echoed_text(request: OpenRequest, tokenizer: Tokenizer) -> str:
     """The prompt's; of a chat, the last message that the answer goes on with."""
-    ask = request.ask
-    if ask.chat:
-        assert ask.messages is not None
-        return ask.messages[-1]["content"] if ask.rendering.continue_final else ""
-    if ask.text is not None and ask.truncate_prompt_tokens is None:
-        return ask.text
+    prompt = request.ask.prompt
+    if prompt.messages is not None:
+        return prompt.messages[-1]["content"] if prompt.rendering.continue_final else ""
+    if prompt.text is not None and prompt.truncate_tokens is None:
+        return prompt.text
     ids = unpack_tokens(request.packed_prompt)
-    return tokenizer.decode(ids) if ask.skip_special_tokens else decode_all(tokenizer, ids)
+    return tokenizer.decode(ids) if request.ask.answer.skip_special_tokens else decode_all(tokenizer, ids)
 
 
 def prompt_logprobs(request: OpenRequest, tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
