@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests import nats_in_process
 from tests.eventually import BOUND_S, SCENARIO_S
 from tests.in_process import InProcessLoop
+
+# Clients' libraries send it along, and Python asks another process for it, once. A test without any may come first.
+platform.platform()
 
 
 @pytest.fixture(scope="session")
