@@ -201,6 +201,7 @@ def test_a_template_without_end_is_refused_in_bounded_steps_and_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_template, "SECONDS_MAX", 0.2)
+    monkeypatch.setattr(template_meter, "STEPS_MAX", 250_000)
     clock = CountedClock(0.05 if name in DEAR_STEPS else 0.00005, 0.2)
     monkeypatch.setattr(template_meter, "time", clock)
     source, words = BOMBS[name]
