@@ -19,13 +19,21 @@ from tests.sources import dotted, nodes, parsed
 WAITS = ("tests/eventually.py", "tests/stalls.py")
 #: Seconds. A bound from here on only ends what hangs.
 BOUND_S_MIN = 60.0
-#: CPU time is not among them: what else the machine does leaves it as it is.
-CLOCKS = {f"time.{name}{unit}" for name in ("monotonic", "perf_counter", "time") for unit in ("", "_ns")} | {
-    "monotonic",
-    "perf_counter",
-    "loop.time",
-}
-CLOCK_WORDS = re.compile(r"monotonic|perf_counter|time\.time|\.time\(")
+#: Of the wall, and of the processor: shared caches, frequency and a hypervisor change what the same work takes of it.
+_CLOCKS = ("monotonic", "perf_counter", "process_time", "thread_time", "time")
+_TAKE_A_CLOCK = ("clock_gettime", "pthread_getcpuclockid")
+CLOCKS = (
+    {f"time.{name}{unit}" for name in (*_CLOCKS, *_TAKE_A_CLOCK) for unit in ("", "_ns")}
+    | {name + unit for name in (*_CLOCKS[:-1], _TAKE_A_CLOCK[0]) for unit in ("", "_ns")}
+    | {"loop.time", "os.times", "os.wait3", "os.wait4"}
+)
+#: What other calls give of a processor's time: `getrusage` has it beside the memory, `psutil` for one process or all.
+CPU_FIELDS = {"ru_utime", "ru_stime", "children_system", "children_user"}
+CPU_CALLS = {"cpu_percent", "cpu_times", "cpu_times_percent"}
+CLOCK_WORDS = re.compile(
+    r"monotonic|perf_counter|process_time|thread_time|clock_gettime|ru_[us]time|children_|cpu_|os\.(times|wait)"
+    r"|getrusage|time\.time|\.time\("
+)
 SLEEPS = {"asyncio.sleep", "sleep", "time.sleep"}
 BOUNDS = re.compile(r"asyncio|bound_s")
 #: Each with the place of its bound among the arguments and the bound's name.
@@ -152,9 +160,18 @@ def _names(target: ast.expr) -> Iterator[str]:
 def _is_time(value: ast.AST, times: set[str]) -> bool:
     """Whether a clock's value, or one made of it by arithmetic, is in `value`."""
     match value:
+        case ast.Attribute(attr=field) if field in CPU_FIELDS:
+            return True
+        case ast.Subscript(value=ast.Call(func=called)) if dotted(called).endswith("getrusage"):
+            return True
+        # The fields of one that was kept whole are its times, but for the memory that getrusage tells.
+        case ast.Attribute(value=whole, attr=field) if not field.startswith("ru_"):
+            return dotted(value) in times or _is_time(whole, times)
         case ast.Name() | ast.Attribute():
             return dotted(value) in times
         case ast.Call(func=called, args=args):
+            if isinstance(called, ast.Attribute) and called.attr in CPU_CALLS:
+                return True
             if dotted(called) in CLOCKS or dotted(called).endswith("loop().time"):
                 return True
             if isinstance(called, ast.Attribute) and called.attr == "time" and "loop" in ast.unparse(called):
@@ -273,6 +290,17 @@ REFUSED = [
     (compared_clocks, "assert (took := round(time.perf_counter() - began, 2)) < 3", "over a clock"),
     (compared_clocks, "at.append(time.monotonic())\nassert max(at) - min(at) < 1", "x.py:2"),
     (compared_clocks, "at = [time.time_ns()]\nassert all(b > a for a, b in pairwise(at))", "x.py:2"),
+    (compared_clocks, "began = time.process_time()\nassert time.process_time() - began < 4", "x.py:2"),
+    (compared_clocks, "began = time.thread_time_ns()\nassert time.thread_time_ns() - began < 4", "x.py:2"),
+    (compared_clocks, "from time import process_time\nassert process_time() < 4", "x.py:2"),
+    (compared_clocks, "assert time.clock_gettime(time.CLOCK_THREAD_CPUTIME_ID) < 1", "x.py:1"),
+    (compared_clocks, "used = resource.getrusage(resource.RUSAGE_SELF)\nassert used.ru_utime < 1", "x.py:2"),
+    (compared_clocks, "took = resource.getrusage(who).ru_stime\nassert took < 1", "x.py:2"),
+    (compared_clocks, "assert resource.getrusage(who)[0] < 1", "x.py:1"),
+    (compared_clocks, "at = os.times()\nassert os.times().user - at.user < 1", "x.py:2"),
+    (compared_clocks, "assert sum(psutil.Process(pid).cpu_times()[:2]) < 1", "x.py:1"),
+    (compared_clocks, "used = process.cpu_times()\nassert used.user + used.system < 1", "x.py:2"),
+    (compared_clocks, "assert psutil.cpu_percent(interval=1) < 5", "x.py:1"),
     (compared_clocks, "loop = asyncio.get_running_loop()\nassert loop.time() > 3", "x.py:2"),
     (compared_clocks, "assert asyncio.get_running_loop().time() > 3", "x.py:1"),
     (pauses, "async def f():\n    await asyncio.sleep(0.01)", "x.py:2: asyncio.sleep pauses"),
@@ -304,6 +332,8 @@ REFUSED_OF_PROGRAMS = [
 ALLOWED = [
     "call = Call('o1', deadline_ns=time.monotonic_ns() + 10**10)\nassert move(call) == 3",
     "started = time.monotonic()\nassert len(found) == 2",
+    "before = resource.getrusage(who).ru_maxrss\nassert resource.getrusage(who).ru_maxrss - before < 300",
+    "began = time.process_time()\nprint(time.process_time() - began)\nassert cpu_times(text) == (3, 4)",
     "def f():\n    a = time.time()\ndef g(a):\n    assert a == 3",
     "async def f():\n    await asyncio.sleep(0)",
     "from tests.eventually import BOUND_S, SCENARIO_S\nasyncio.wait_for(f(), BOUND_S)\nasyncio.timeout(SCENARIO_S)",

@@ -57,7 +57,8 @@ NAMES = (
 
 
 def experiments() -> dict[str, Experiment]:
-    """All of them, by name. Imported late: they draw with matplotlib."""
+    """All of them, by name. Imported late: they draw with matplotlib, whose lack is told before any is played."""
+    import halfmoon.conductor.simulation.plots  # noqa: F401
     from benchmarks.papers.experiments import ablations as why
     from benchmarks.papers.experiments import (
         attention,

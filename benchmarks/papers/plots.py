@@ -1,14 +1,11 @@
-"""Plots that compare several simulations, as PNG files."""
+"""Plots that compare several simulations, as PNG files. Matplotlib is imported by the first: most who import an
+experiment draw nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import matplotlib.pyplot as plt
-from matplotlib.ticker import NullFormatter
-
-from halfmoon.conductor.simulation.plots import SIZE, save
 
 
 def curves(
@@ -24,6 +21,11 @@ def curves(
     dashed: str = "",
 ) -> Path:
     """Named lines through (x, y), on one pair of axes; `level` is drawn across, the line `dashed` so."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter
+
+    from halfmoon.conductor.simulation.plots import SIZE, save
+
     figure, axis = plt.subplots(figsize=SIZE)
     for name, points in lines.items():
         style = "--" if name == dashed else "-"
@@ -65,6 +67,10 @@ def bars(
     level: float,
 ) -> Path:
     """Groups of bars, one group for each name, with a line across at `level`."""
+    import matplotlib.pyplot as plt
+
+    from halfmoon.conductor.simulation.plots import SIZE, save
+
     figure, axis = plt.subplots(figsize=(max(SIZE[0], 1.0 * len(names)), SIZE[1]))
     width = 0.8 / len(series)
     for place, (label, heights) in enumerate(series.items()):

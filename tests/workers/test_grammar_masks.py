@@ -7,7 +7,6 @@ import dataclasses
 import json
 import random
 import re
-import time
 from typing import Any
 
 import jsonschema
@@ -21,7 +20,7 @@ from halfmoon.schemas.api.structures import Structure
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.workers.frontend.grammars import GrammarReader
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.grammar_masks import GrammarMasks
+from halfmoon.workers.model.grammar_masks import GrammarMasks, limits
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.null_engine import NullEngine
 from halfmoon.workers.model.sampling import sample, sample_batch
@@ -245,41 +244,83 @@ def test_a_model_whose_tokenizer_the_library_cannot_read_has_no_structures() -> 
         asyncio.run(GrammarReader(endless).read(Structure(kind="regex", asked="a", param="it")))
 
 
-HOSTILE = [
-    ("regex", "(.*a.*b.*c.*d.*){1,500}"),
-    ("regex", "((a|b|c){1,1000}d?){1,1000}x"),
-    ("regex", "(a|b)*a(a|b){60}"),
-    ("grammar", 'start: a\na: a a | "x" |'),
-    ("grammar", 'start: ((("a"{1,1000}){1,1000}){1,1000}){1,1000}'),
-    ("grammar", "start: " + " | ".join(f'"{number}"' for number in range(5000))),
-    ("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
-    ("json", {"type": "array", "items": {"type": "integer"}, "minItems": 10**9}),
-    ("json", {"type": "string", "minLength": 10**9}),
-    ("json", '{"items":' * 3000 + "{}" + "}" * 3000),
-    ("json", {"anyOf": [{"type": "string", "pattern": f".*{n}.{{{n}}}.*"} for n in range(200)]}),
-    ("json", {"$ref": "#"}),
-    ("json", {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 20}}}),
+#: Each with what stops it: words of the refusal, or the least of the library's counts that it takes more than.
+HOSTILE: list[tuple[str, Any, str | dict[str, int]]] = [
+    ("regex", "(.*a.*b.*c.*d.*){1,500}", {"step_lexer_fuel": 100}),
+    ("regex", "((a|b|c){1,1000}d?){1,1000}x", {"step_lexer_fuel": 100}),
+    ("regex", "(a|b)*a(a|b){60}", {"max_lexer_states": 50}),
+    ("grammar", 'start: a\na: a a | "x" |', {"step_max_items": 20}),
+    ("grammar", 'start: ((("a"{1,1000}){1,1000}){1,1000}){1,1000}', {"max_items_in_row": 3}),
+    ("grammar", "start: " + " | ".join(f'"{number}"' for number in range(5000)), "at most"),
+    ("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000, "too deeply nested"),
+    ("json", {"type": "array", "items": {"type": "integer"}, "minItems": 10**9}, {"max_grammar_size": 20}),
+    ("json", {"type": "string", "minLength": 10**9}, {"step_lexer_fuel": 100}),
+    ("json", '{"items":' * 3000 + "{}" + "}" * 3000, "depth limit"),
+    (
+        "json",
+        {"anyOf": [{"type": "string", "pattern": f".*{n}.{{{n}}}.*"} for n in range(200)]},
+        {"initial_lexer_fuel": 1000},
+    ),
+    ("json", {"$ref": "#"}, "nothing can satisfy"),
+    (
+        "json",
+        {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 20}}},
+        "nothing can satisfy",
+    ),
 ]
+#: What the library counts: lexer states, items of its parser, and steps that it calls fuel.
+COUNTS = (
+    "initial_lexer_fuel", "max_grammar_size", "max_items_in_row", "max_lexer_states", "step_lexer_fuel",
+    "step_max_items",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "asked"), HOSTILE, ids=range(len(HOSTILE)))
-def test_a_hostile_grammar_is_refused_or_bounded(drawer: Drawer, kind: str, asked: Any) -> None:
-    """CPU time, of this thread and the library's: the machine may be busy."""
-    began = time.process_time()
-    refused, grammar = None, ""
-    try:
-        grammar = drawer.grammar(kind, asked)
-    except ApiError as error:
-        refused = error
-    if refused is not None:
-        assert (refused.status, refused.param, len(refused.message) < 400) == (400, "it", True)
-    else:
-        drawn = random.Random(1)
-        output: list[int] = []
+def counts() -> dict[str, int]:
+    return {name: getattr(limits(), name) for name in COUNTS}
+
+
+@pytest.mark.parametrize(("kind", "asked", "stop"), HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_grammar_is_refused_or_takes_little_of_what_is_counted(
+    drawer: Drawer, monkeypatch: pytest.MonkeyPatch, kind: str, asked: Any, stop: str | dict[str, int]
+) -> None:
+    """For those that are drawn by, a tenth of each bound is enough. One of almost nothing shows that it is counted."""
+
+    def stopped(bounds: dict[str, int]) -> ApiError | bool:
+        """Refused, or cut at one of eight tokens."""
+        few = LLParserLimits(**bounds, verbose_errors=False)
+        monkeypatch.setattr("halfmoon.workers.model.grammar_masks.limits", lambda: few)
+        reader, masks = GrammarReader(drawer.tokenizer), drawer.fresh()
+        monkeypatch.setattr(reader, "_library", lambda: drawer.library_tokenizer)
+        monkeypatch.setattr(drawer, "reader", reader)
+        try:
+            grammar = drawer.grammar(kind, asked)
+        except ApiError as error:
+            return error
+        finally:
+            reader.close()
+        drawn, output = random.Random(1), list[int]()
         for _ in range(8):
-            mask = drawer.masks.mask(grammar, "hostile", output)
+            mask = masks.mask(grammar, "hostile", output)
+            if mask.cut:
+                return True
             output.append(drawn.choice([token for token in range(drawer.vocab) if mask.allowed[token]]))
-    assert time.process_time() - began < 4
+        return False
+
+    whole = counts()
+    if isinstance(stop, str):
+        refused = stopped(whole)
+        assert isinstance(refused, ApiError)
+        assert (refused.status, refused.param, len(refused.message) < 400) == (400, "it", True)
+        assert stop in refused.message
+    else:
+        assert not stopped({name: count // 10 for name, count in whole.items()})
+        assert stopped(whole | stop)
+
+
+def test_no_bound_is_wider_than_the_librarys_own() -> None:
+    library = LLParserLimits()
+    assert all(count <= getattr(library, name) for name, count in counts().items())
+    assert limits().max_lexer_states < library.max_lexer_states
 
 
 @pytest.mark.parametrize("null", [False, True])

@@ -12,7 +12,6 @@ import msgspec
 from benchmarks.papers.experiments.runner import MS, Context, S, Section
 from benchmarks.papers.plots import curves
 from halfmoon.conductor.simulation.outcomes import Outcome
-from halfmoon.conductor.simulation.plots import loads
 from halfmoon.conductor.simulation.profiles import LLAMA2_A800
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.trace import Arrival
@@ -131,6 +130,8 @@ def _slo(tbt_ms: int, ttft_s: int = 30) -> Objectives:
 
 def overload(context: Context) -> Section:
     """Late, early and predicted rejection."""
+    from halfmoon.conductor.simulation.plots import loads
+
     paper = {"late": 4183, "early": 3771, "predicted": 3589}
     rows = []
     settings = (

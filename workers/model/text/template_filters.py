@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jinja2
@@ -175,7 +175,7 @@ def _metered_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         meter = current_meter()
         meter.step()
-        if name in _WALKS and len(args) > place and isinstance(args[place], str | list | tuple | dict):
+        if name in _WALKS and len(args) > place and isinstance(args[place], Collection):
             meter.step(len(args[place]))
         result = inner(*args, **kwargs)
         if isinstance(result, Iterator):
