@@ -149,7 +149,7 @@ def parse_completion(payload: bytes) -> ApiRequest:
         raise ApiError(400, message, param="prompt", code="invalid")
     if isinstance(prompt, str):
         return _ask(body, body.max_tokens, chat=False, text=prompt, more_prompts=tuple(more))
-    if not all(isinstance(token, int) for token in prompt):  # a mixture of numbers and texts
+    if not set(map(type, prompt)) <= {int}:  # a mixture of numbers and texts; no Python loop over tokens
         raise ApiError(400, "prompt: a text, or a list of token ids", param="prompt", code="invalid")
     return _ask(body, body.max_tokens, chat=False, token_ids=prompt, more_prompts=tuple(more))
 
