@@ -36,13 +36,18 @@ def root_key(
 
 def chain_keys(root: bytes, token_ids: Sequence[int] | np.ndarray, block_tokens: int) -> bytes:
     """Keys of the whole blocks of `token_ids`, concatenated: `len(token_ids) // block_tokens` times 16 bytes."""
-    packed = memoryview(pack_tokens(token_ids))
+    return chain_keys_packed(root, pack_tokens(token_ids), block_tokens)
+
+
+def chain_keys_packed(root: bytes, packed: bytes, block_tokens: int) -> bytes:
+    """`chain_keys` of tokens as `pack_tokens` has them."""
+    tokens = memoryview(packed)
     step = 4 * block_tokens
     keys = bytearray()
     key = root
-    for start in range(0, len(packed) - step + 1, step):
+    for start in range(0, len(tokens) - step + 1, step):
         state = xxhash.xxh3_128(key)
-        state.update(packed[start : start + step])
+        state.update(tokens[start : start + step])
         key = state.digest()
         keys += key
     return bytes(keys)

@@ -81,7 +81,7 @@ def expected_reuse(tokens: int, resemblance: int) -> SimilarReuse:
     )
 
 
-def sketch_of(root_key: bytes, token_ids: Sequence[int]) -> bytes:
+def sketch_of(root_key: bytes, token_ids: Sequence[int] | np.ndarray) -> bytes:
     """The sketch of a prompt under a root key; b"" for a prompt shorter than a shingle."""
     ids = np.asarray(token_ids, dtype=np.uint64)
     count = len(ids) - SHINGLE_TOKENS + 1

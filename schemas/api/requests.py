@@ -166,8 +166,8 @@ def parse_completion(payload: bytes) -> ApiRequest:
     if any(isinstance(each, int) for each in more) or len(more) >= PROMPTS_MAX:
         message = f"prompt: a text, a list of token ids, or up to {PROMPTS_MAX} of these"
         raise ApiError(400, message, param="prompt", code="invalid")
-    if not isinstance(prompt, str) and not all(isinstance(token, int) for token in prompt):
-        # A mixture of numbers and texts.
+    if not isinstance(prompt, str) and not set(map(type, prompt)) <= {int}:
+        # A mixture of numbers and texts; no Python loop over tokens.
         raise ApiError(400, "prompt: a text, or a list of token ids", param="prompt", code="invalid")
     return _ask(body, body.max_tokens, [_completed(each, body) for each in (prompt, *more)])
 

@@ -201,3 +201,21 @@ def test_large_and_odd_bodies_over_http(run: Any) -> None:
         assert status in (400, 413)
 
     run(scenario)
+
+
+@pytest.mark.pure
+def test_token_ids_are_some_and_of_the_vocabulary(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        size = cluster.frontend.registry.tokenizer.vocab_size
+        told = {}
+        for name, ids in {"last": [1, size - 1], "beyond": [size, 1], "none": [], "mixed": [1, "x"]}.items():
+            status, _, answer = await cluster.post("/v1/completions", {"prompt": ids, "max_tokens": 1})
+            told[name] = status, answer.get("error", {}).get("code")
+        assert told == {
+            "last": (200, None),
+            "beyond": (400, "invalid"),
+            "none": (400, "empty"),
+            "mixed": (400, "invalid"),
+        }
+
+    run(scenario)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from halfmoon.schemas.api.bodies import DetokenizeBody, TokenizeBody
 from halfmoon.schemas.api.errors import ApiError
@@ -21,7 +22,7 @@ from halfmoon.schemas.api.requests import (
     plain_messages,
     special_tokens_in_chat,
 )
-from halfmoon.schemas.keys import chain_keys, pack_tokens, root_key
+from halfmoon.schemas.keys import chain_keys_packed, pack_tokens, root_key
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.prompt_logprobs import scored_tokens_max
 from halfmoon.schemas.similar import sketch_of
@@ -99,21 +100,26 @@ class PromptReader:
         of that.
         """
         self.check_model(ask.model)
-        token_ids = await self.encode(ask.prompt)
-        if ask.prompt.truncate_tokens is not None:
-            token_ids = self._truncated(token_ids, ask)
-        max_tokens = self._max_tokens(ask, len(token_ids), max_tokens_default)
+        asked = ask.prompt
+        packed = (
+            self._packed(asked.token_ids)
+            if asked.token_ids is not None
+            else pack_tokens(await self.encode(asked))
+        )
+        if asked.truncate_tokens is not None:
+            packed = packed[-4 * self._kept(ask) :]
+        tokens = len(packed) // 4
+        max_tokens = self._max_tokens(ask, tokens, max_tokens_default)
         if ask.sampling.prompt_logprobs >= 0:
-            self._check_scored(ask, len(token_ids))
-        packed = pack_tokens(token_ids)
+            self._check_scored(ask, tokens)
         root = self._root(ask.tenant, ask.cache_salt)
-        keys = chain_keys(root, token_ids, self._layout.block_tokens)
+        keys = chain_keys_packed(root, packed, self._layout.block_tokens)
         sketch = b""
         if ask.similar:
             if broken := self._broken_by_similar(ask):
                 raise ApiError(400, f"kv.similar: {broken}", param="kv", code="contradiction")
-            sketch = sketch_of(root, token_ids)
-        return TokenizedPrompt(packed, len(token_ids), root, keys, max_tokens, sketch)
+            sketch = sketch_of(root, np.frombuffer(packed, "<u4"))
+        return TokenizedPrompt(packed, tokens, root, keys, max_tokens, sketch)
 
     def as_tenant_has_it(self, ask: ApiRequest) -> ApiRequest:
         """`ask` with its tenant's default for KV of similar prompts, where it says nothing and no promise is broken."""
@@ -178,18 +184,14 @@ class PromptReader:
         return {"prompt": decode_all(self._tokenizer, body.tokens)}
 
     async def encode(self, prompt: AskedPrompt) -> list[int]:
-        """All its token ids.
+        """The token ids of its text or messages.
 
         Control tokens in a text are those tokens: who asks for a completion writes all of it. In a chat only the
         template's are.
         """
-        token_ids, messages = prompt.token_ids, prompt.messages
+        messages = prompt.messages
         param = "messages" if messages is not None else "prompt"
-        if token_ids is not None:
-            if token_ids and max(token_ids) >= self._tokenizer.vocab_size:
-                message = f"prompt: token id {max(token_ids)} is outside the vocabulary of {self._tokenizer.vocab_size}"
-                raise ApiError(400, message, param="prompt", code="invalid")
-        elif messages is not None:
+        if messages is not None:
             characters = sum(
                 len(message["content"]) + len(message.get("reasoning", "")) for message in messages
             )
@@ -203,7 +205,7 @@ class PromptReader:
                 len(text),
             )
         if not token_ids:
-            raise ApiError(400, f"{param}: no token to start from", param=param, code="empty")
+            raise _empty("messages" if messages is not None else "prompt")
         return token_ids
 
     async def _encode_chat(
@@ -245,6 +247,17 @@ class PromptReader:
         except TextNotEncoded as problem:
             raise ApiError(400, str(problem)[:500], param="prompt", code="not_encoded") from None
 
+    def _packed(self, token_ids: list[int]) -> bytes:
+        """Token ids of the client's own. Raises ApiError 400 where there is none, or one outside the vocabulary."""
+        if not token_ids:
+            raise _empty("prompt")
+        packed = pack_tokens(token_ids)
+        largest = int(np.frombuffer(packed, "<u4").max())
+        if largest >= self._tokenizer.vocab_size:
+            message = f"prompt: token id {largest} is outside the vocabulary of {self._tokenizer.vocab_size}"
+            raise ApiError(400, message, param="prompt", code="invalid")
+        return packed
+
     def _check_scored(self, ask: ApiRequest, prompt_tokens: int) -> None:
         """Raises ApiError where the log probabilities of so long a prompt do not fit in a message."""
         top = ask.sampling.prompt_logprobs
@@ -256,8 +269,8 @@ class PromptReader:
             )
             raise ApiError(400, message, param=param, code="too_long")
 
-    def _truncated(self, token_ids: list[int], ask: ApiRequest) -> list[int]:
-        """The last tokens, as many as `truncate_prompt_tokens` says. Raises ApiError 400."""
+    def _kept(self, ask: ApiRequest) -> int:
+        """How many of the last tokens `truncate_tokens` keeps. Raises ApiError 400."""
         keep = ask.prompt.truncate_tokens
         assert keep is not None
         if keep > self._context:
@@ -268,7 +281,7 @@ class PromptReader:
         if keep == 0:
             message = "truncate_prompt_tokens: no token would be left"
             raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid")
-        return token_ids[-keep:]
+        return keep
 
     def _max_tokens(self, ask: ApiRequest, prompt_tokens: int, default: int | None) -> int:
         """The `max_tokens` asked for, or the default; fits in the context. Raises ApiError 400."""
@@ -311,3 +324,7 @@ class PromptReader:
             tenant_salt=f"{len(tenant)}:{tenant}{cache_salt}",
             cluster_secret=self.config.cluster_secret,
         )
+
+
+def _empty(param: str) -> ApiError:
+    return ApiError(400, f"{param}: no token to start from", param=param, code="empty")

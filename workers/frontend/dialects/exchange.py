@@ -17,7 +17,7 @@ from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.workers.frontend.edges.http_access import check_json
-from halfmoon.workers.frontend.edges.http_answer import UnreadEvents
+from halfmoon.workers.frontend.edges.http_answer import EventStream, UnreadEvents
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.registry import RequestRegistry
 from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
@@ -61,10 +61,9 @@ class Dialect(NamedTuple):
 class Exchanges:
     """`generate` answers one request. It raises ApiError for what is refused before the request is open."""
 
-    def __init__(self, registry: RequestRegistry, keys: ApiKeys, stream_headers: dict[str, str]) -> None:
+    def __init__(self, registry: RequestRegistry, keys: ApiKeys) -> None:
         self._registry = registry
         self._keys = keys
-        self._stream_headers = stream_headers
 
     def handler(self, dialect: Dialect) -> Handler:
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
@@ -117,17 +116,17 @@ class Exchanges:
         heard = await listener.wait_to_begin(pause_s)
         if listener.error is not None and not listener.events:
             return refusal(listener.error, headers, form.error(listener.error))
-        response = web.StreamResponse(headers={**self._stream_headers, **headers})
+        response = EventStream(headers)
         await response.prepare(request)
         while True:
             written = listener.drain(heard=heard)
             if listener.error is not None:
                 written += form.error_event(listener.error)
+            if listener.ended:
+                await response.write_eof(written)
+                return response
             if written:
                 await response.write(written)
-            if listener.ended:
-                await response.write_eof()
-                return response
             heard = await listener.wait(pause_s)
 
 

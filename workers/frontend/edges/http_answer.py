@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 
 import msgspec
+from aiohttp import web
 
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
@@ -25,6 +26,7 @@ from halfmoon.workers.frontend.registry import RequestRegistry
 UNREAD_BYTES_MAX = 1 << 20
 #: A comment of server-sent events: clients pass over it, and proxies see that the connection lives.
 COMMENT = b": still here\n\n"
+_STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
 def prompts_of(ask: ApiRequest) -> Iterator[ApiRequest]:
@@ -42,6 +44,18 @@ def choice_of(ask: ApiRequest, number: int) -> ApiRequest:
     if not ask.answer.stream:  # those of the prompt come with its first choice
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)
     return dataclasses.replace(ask, sampling=sampling, request_id="")
+
+
+class EventStream(web.StreamResponse):
+    """Server-sent events. Its head leaves with the first event, and its end with what `write_eof` is given: a stream
+    of one event is one send.
+    """
+
+    #: As of aiohttp's `Response`: `prepare` alone sends nothing.
+    _send_headers_immediately = False
+
+    def __init__(self, headers: dict[str, str] | None = None) -> None:
+        super().__init__(headers={**_STREAM_HEADERS, **(headers or {})})
 
 
 class UnreadEvents(abc.ABC):

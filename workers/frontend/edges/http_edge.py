@@ -41,7 +41,7 @@ from halfmoon.workers.frontend.dialects.exchange import Dialect, Exchanges
 from halfmoon.workers.frontend.dialects.messages import MessagesForm
 from halfmoon.workers.frontend.dialects.responses import ResponsesForm
 from halfmoon.workers.frontend.edges.http_access import Origins, check_json
-from halfmoon.workers.frontend.edges.http_answer import HttpAnswer
+from halfmoon.workers.frontend.edges.http_answer import EventStream, HttpAnswer
 from halfmoon.workers.frontend.page.assets import Assets
 from halfmoon.workers.frontend.page.feed import PageFeed
 from halfmoon.workers.frontend.registry import RequestRegistry
@@ -68,7 +68,6 @@ RESPONSES = Dialect(
         "response_format.json_schema": "text.format",
     },
 )
-_STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
 class HttpEdge:
@@ -92,7 +91,7 @@ class HttpEdge:
             headers_for=self._origins.cors_headers,
             error_body=_error_body,
         )
-        self._others = others = Exchanges(registry, self._keys, _STREAM_HEADERS)
+        self._others = others = Exchanges(registry, self._keys)
         #: Where it listens, once started.
         self.url = ""
         self._handlers: dict[str, tuple[str, Handler]] = {
@@ -191,15 +190,14 @@ class HttpEdge:
         heard = await answer.wait_to_begin(pause_s)
         if answer.error is not None and not answer.events:
             return refusal(answer.error, headers)
-        response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
+        response = EventStream(headers)
         await response.prepare(request)
         while True:
             written = answer.drain(heard=heard)
             if answer.error is not None:
                 written += b"data: " + answer.error.body() + b"\n\n"
             if answer.ended:
-                await response.write(written)
-                await response.write_eof()
+                await response.write_eof(written)
                 return response
             if written:
                 await response.write(written)
@@ -289,7 +287,7 @@ class HttpEdge:
 
     async def _page_stream(self, request: web.BaseRequest) -> web.StreamResponse:
         self._authorize_all(request)
-        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        response = EventStream()
         async with contextlib.aclosing(self._feed.watch()) as views:
             first = await anext(views)  # a refusal is a status
             await response.prepare(request)
