@@ -190,7 +190,6 @@ class PromptReader:
         template's are.
         """
         messages = prompt.messages
-        param = "messages" if messages is not None else "prompt"
         if messages is not None:
             characters = sum(
                 len(message["content"]) + len(message.get("reasoning", "")) for message in messages
