@@ -158,6 +158,8 @@ def test_one_answer_is_kept_for_each_key(
     place.write_text(json.dumps(kept))
     assert prepare_exact(engine, "one") == []
     assert engine.product_rows == (4, 16)
+    engine = Engine(model, num_blocks=BLOCKS_MIN - 1, block_tokens=32, exact=True, query_first=True)
+    assert prepare_exact(engine, "one") is None  # its products are others
 
 
 def test_what_does_not_hold_is_said_in_one_line(

@@ -124,7 +124,8 @@ def prepare_exact(engine: Engine, key: str) -> list[str] | None:
     Both are from the cache folder where `key` was tried before. It names all that they depend on: model, dtype, CPU,
     threads and build of torch.
     """
-    path = cache_folder("profiles") / f"{key}.numerics.json"
+    form = "-query-first" if engine.transformer.query_first else ""  # other products
+    path = cache_folder("profiles") / f"{key}{form}.numerics.json"
     known = _read(path)
     if known is None:
         if engine.allocator.free_blocks < BLOCKS_MIN:

@@ -153,7 +153,7 @@ class Transformer:
         *,
         query_first: bool = False,
     ) -> None:
-        self.config = config
+        self.config, self.query_first = config, query_first
         self._embed = weights["embed"]
         self.device, self.dtype = self._embed.device, self._embed.dtype
         self.layers = [Layer(config, weights, i, query_first=query_first) for i in range(config.layers)]
