@@ -273,6 +273,7 @@ class LocalCluster:
     def clean(self) -> None:
         if self.server is not None:
             self.server.stop()
+        self._ports.close()
         remove_stale(self.args.cluster)
         for name in ("cluster.json", "layout.json", "prometheus.json", "secret"):
             (self.directory / name).unlink(missing_ok=True)

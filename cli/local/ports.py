@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 from halfmoon.bus.embedded import free_port
@@ -20,12 +21,12 @@ def wanted_port(option: str, port: int, host: str) -> int:
 
 
 class PreferredPorts:
-    """Ports that nobody asked for by number. Those that were taken are this object's as long as it lives: another
+    """Ports that nobody asked for by number. Those that were taken are this object's until it is closed: another
     cluster that starts at the same time finds a port free until the server behind it listens.
     """
 
     def __init__(self) -> None:
-        self._claims: list[socket.socket] = []
+        self._claims = contextlib.ExitStack()
 
     def take(self, port: int) -> int:
         """`port`, or a free one where somebody has it."""
@@ -39,9 +40,8 @@ class PreferredPorts:
         except OSError:
             claim.close()
             return free_port()
-        self._claims.append(claim)
+        self._claims.enter_context(claim)
         return port
 
     def close(self) -> None:
-        for claim in self._claims:
-            claim.close()
+        self._claims.close()

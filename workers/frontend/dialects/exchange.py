@@ -17,7 +17,7 @@ from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.workers.frontend.edges.http_access import check_json
-from halfmoon.workers.frontend.edges.http_answer import EventStream, UnreadEvents
+from halfmoon.workers.frontend.edges.http_answer import UnreadEvents, send_events
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.registry import RequestRegistry
 from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
@@ -98,36 +98,23 @@ class Exchanges:
         headers = {"x-request-id": named or opened.request_id}
         if traceparent:
             headers["traceparent"] = traceparent
+
+        def refused(error: ApiError) -> web.Response:
+            return refusal(error, headers, form.error(error))
+
         try:
             if ask.answer.stream:
-                return await self._stream(request, listener, form, headers)
+                pause_s = self._registry.config.sse_comment_s
+                return await send_events(
+                    request, listener, headers, pause_s, refused=refused, error_event=form.error_event
+                )
             await listener.wait()
             if listener.error is not None:
-                return refusal(listener.error, headers, form.error(listener.error))
+                return refused(listener.error)
             return web.Response(body=form.body(), content_type=JSON, headers=headers)
         except (asyncio.CancelledError, ConnectionError):
             self._registry.cancel(opened)
             raise
-
-    async def _stream(
-        self, request: web.BaseRequest, listener: _Listener, form: Form, headers: dict[str, str]
-    ) -> web.StreamResponse:
-        pause_s = self._registry.config.sse_comment_s
-        heard = await listener.wait_to_begin(pause_s)
-        if listener.error is not None and not listener.events:
-            return refusal(listener.error, headers, form.error(listener.error))
-        response = EventStream(headers)
-        await response.prepare(request)
-        while True:
-            written = listener.drain(heard=heard)
-            if listener.error is not None:
-                written += form.error_event(listener.error)
-            if listener.ended:
-                await response.write_eof(written)
-                return response
-            if written:
-                await response.write(written)
-            heard = await listener.wait(pause_s)
 
 
 class _Listener(UnreadEvents):

@@ -11,7 +11,7 @@ import abc
 import asyncio
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 from aiohttp import web
@@ -124,6 +124,35 @@ class UnreadEvents(abc.ABC):
 def _resolve(waiter: asyncio.Future[bool], heard: bool) -> None:
     if not waiter.done():
         waiter.set_result(heard)
+
+
+async def send_events(
+    request: web.BaseRequest,
+    unread: UnreadEvents,
+    headers: dict[str, str],
+    pause_s: float,
+    *,
+    refused: Callable[[ApiError], web.Response],
+    error_event: Callable[[ApiError], bytes],
+) -> web.StreamResponse:
+    """Answers with events until they have ended, and with a comment after each `pause_s` (0: never) without one. An
+    error before the first of them is `refused`, a later one is an `error_event`.
+    """
+    heard = await unread.wait_to_begin(pause_s)
+    if unread.error is not None and not unread.events:
+        return refused(unread.error)
+    response = EventStream(headers)
+    await response.prepare(request)
+    while True:
+        written = unread.drain(heard=heard)
+        if unread.error is not None:
+            written += error_event(unread.error)
+        if unread.ended:
+            await response.write_eof(written)
+            return response
+        if written:
+            await response.write(written)
+        heard = await unread.wait(pause_s)
 
 
 class HttpAnswer(UnreadEvents):

@@ -41,7 +41,7 @@ from halfmoon.workers.frontend.dialects.exchange import Dialect, Exchanges
 from halfmoon.workers.frontend.dialects.messages import MessagesForm
 from halfmoon.workers.frontend.dialects.responses import ResponsesForm
 from halfmoon.workers.frontend.edges.http_access import Origins, check_json
-from halfmoon.workers.frontend.edges.http_answer import EventStream, HttpAnswer
+from halfmoon.workers.frontend.edges.http_answer import EventStream, HttpAnswer, send_events
 from halfmoon.workers.frontend.page.assets import Assets
 from halfmoon.workers.frontend.page.feed import PageFeed
 from halfmoon.workers.frontend.registry import RequestRegistry
@@ -172,7 +172,14 @@ class HttpEdge:
             headers["traceparent"] = traceparent
         try:
             if ask.answer.stream:
-                return await self._stream(request, answer, headers)
+                return await send_events(
+                    request,
+                    answer,
+                    headers,
+                    self._config.sse_comment_s,
+                    refused=lambda error: refusal(error, headers),
+                    error_event=lambda error: b"data: " + error.body() + b"\n\n",
+                )
             await answer.wait()
             if answer.error is not None:
                 return refusal(answer.error, headers)
@@ -182,26 +189,6 @@ class HttpEdge:
         except (asyncio.CancelledError, ConnectionError):
             answer.cancel()
             raise
-
-    async def _stream(
-        self, request: web.BaseRequest, answer: HttpAnswer, headers: dict[str, str]
-    ) -> web.StreamResponse:
-        pause_s = self._config.sse_comment_s
-        heard = await answer.wait_to_begin(pause_s)
-        if answer.error is not None and not answer.events:
-            return refusal(answer.error, headers)
-        response = EventStream(headers)
-        await response.prepare(request)
-        while True:
-            written = answer.drain(heard=heard)
-            if answer.error is not None:
-                written += b"data: " + answer.error.body() + b"\n\n"
-            if answer.ended:
-                await response.write_eof(written)
-                return response
-            if written:
-                await response.write(written)
-            heard = await answer.wait(pause_s)
 
     def _authorize(self, request: web.BaseRequest) -> str:
         """The tenant of the key. Raises ApiError 401."""
