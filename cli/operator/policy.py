@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -27,6 +28,9 @@ from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 
 ANSWER_S = 2.0
+#: For a conductor that is reading the log.
+READING_S = 2.0
+LOOK_S = 0.02
 NO_CONDUCTOR = "no conductor answers"
 #: For the log to take the change.
 STORED_S = 10.0
@@ -127,16 +131,28 @@ async def _put_in_force(bus: Bus, policy: Policy) -> None:
     try:
         async with asyncio.timeout(IN_FORCE_S):
             while (await conductor_status(bus)).seq < seq:
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(LOOK_S)
     except TimeoutError:
         raise OptionInvalid(f"the change is event {seq} of the log; no conductor has read it yet") from None
 
 
 async def conductor_status(bus: Bus) -> ConductorStatus:
-    """By any conductor. Raises OptionInvalid where none answers."""
-    try:
-        return await bus.request(
-            subjects.status(subjects.CONDUCTORS), StatusRequest(), ConductorStatus, timeout_s=ANSWER_S
-        )
-    except PeerUnreachable:
-        raise OptionInvalid(NO_CONDUCTOR) from None
+    """By any conductor that has read the log: before that it knows neither policy nor workers.
+
+    Raises OptionInvalid where none answers, or none that has read the log.
+    """
+    deadline = time.monotonic() + READING_S
+    while True:
+        try:
+            status = await bus.request(
+                subjects.status(subjects.CONDUCTORS), StatusRequest(), ConductorStatus, timeout_s=ANSWER_S
+            )
+        except PeerUnreachable:
+            raise OptionInvalid(NO_CONDUCTOR) from None
+        if status.caught_up:
+            return status
+        if time.monotonic() > deadline:
+            raise OptionInvalid(
+                f"conductor {status.conductor_id} is still reading the log, at event {status.seq}: ask again"
+            )
+        await asyncio.sleep(LOOK_S)

@@ -132,18 +132,21 @@ class Cluster:
             await bus.close()
 
     async def status(self) -> dict[str, Any]:
-        """`nodes` as the first conductor knows them; {"nodes": []} while none answers."""
+        """`nodes` and `index_blocks` as a conductor that has read the log knows them; nothing while none answers."""
+        nothing: dict[str, Any] = {"nodes": [], "index_blocks": 0}
         bus = await self.bus()
         try:
             answer = await bus.request(
                 subjects.status(subjects.CONDUCTORS), StatusRequest(), ConductorStatus, timeout_s=2
             )
+            if not answer.caught_up:
+                return nothing
             return {
                 "nodes": [msgspec.to_builtins(node) for node in answer.nodes],
                 "index_blocks": answer.index_blocks,
             }
         except PeerUnreachable:
-            return {"nodes": []}
+            return nothing
         finally:
             await bus.close()
 

@@ -91,14 +91,21 @@ async def say(bus: Bus, *events: Event) -> int:
 
 
 async def status(bus: Bus, conductor_id: str = "c1") -> ConductorStatus:
-    """Waits for a conductor that is not there yet, or not yet again."""
-    return await bus.request(
-        subjects.status(conductor_id),
-        StatusRequest(digest=True),
-        ConductorStatus,
-        timeout_s=BOUND_S,
-        await_responder=True,
-    )
+    """Waits for a conductor that is not there yet, or not yet again, and until it has read the log."""
+
+    async def answer() -> ConductorStatus | None:
+        now = await bus.request(
+            subjects.status(conductor_id),
+            StatusRequest(digest=True),
+            ConductorStatus,
+            timeout_s=BOUND_S,
+            await_responder=True,
+        )
+        return now if now.caught_up else None
+
+    now = await eventually(answer, f"{conductor_id} has read the log", every_s=0.01)
+    assert now is not None
+    return now
 
 
 async def reach(bus: Bus, seq: int, conductor_id: str = "c1") -> ConductorStatus:

@@ -9,12 +9,19 @@ import orjson
 import pytest
 from conductor_scripts import MS, S
 from live_conductors import CLUSTER, client, conductor, log_of, reach, say
+from msgspec import structs
 
-from halfmoon.cli.operator.policy import changed
+from halfmoon.bus.tasks import end_tasks
+from halfmoon.cli.operator import policy as policy_command
+from halfmoon.cli.operator.policy import changed, conductor_status
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.live.shell import Shell, run
+from halfmoon.schemas import subjects
 from halfmoon.schemas.events import PolicyChanged
 from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.status import ConductorStatus, StatusRequest
+from tests.eventually import BOUND_S, eventually, within
 
 QUIET = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
 
@@ -64,6 +71,38 @@ async def test_a_change_is_an_event_for_all_conductors_and_for_replay(nats_url: 
 
 async def test_without_a_conductor_it_says_so(nats_url: str) -> None:
     assert await halfmoon(nats_url, "show") == (1, "", "halfmoon: no conductor answers\n")
+
+
+async def test_a_conductor_that_is_still_reading_the_log_is_not_believed(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, answered = asyncio.Event(), asyncio.Event()
+    follow, answer = Shell._follow, Shell._status
+
+    async def held(shell: Shell) -> None:
+        await go.wait()
+        await follow(shell)
+
+    def heard(shell: Shell, request: StatusRequest) -> ConductorStatus:
+        answered.set()
+        return answer(shell, request)
+
+    monkeypatch.setattr(Shell, "_follow", held)
+    monkeypatch.setattr(Shell, "_status", heard)
+    begun = structs.replace(QUIET, name="random", seed=7)
+    async with client(nats_url) as bus:
+        reading = asyncio.create_task(run(bus, conductor_id="c1", policy=begun))
+        monkeypatch.setattr(policy_command, "ANSWER_S", BOUND_S)
+        monkeypatch.setattr(policy_command, "READING_S", BOUND_S)
+        await eventually(lambda: bus.last_seq(subjects.EVENTS_STREAM), "the log has begun")
+        asked = asyncio.create_task(conductor_status(bus))
+        await within(answered.wait(), "it answers before it has read the log")
+        monkeypatch.setattr(policy_command, "READING_S", 0)
+        with pytest.raises(OptionInvalid, match="conductor c1 is still reading the log, at event 0"):
+            await conductor_status(bus)
+        go.set()
+        assert (await asked).policy == begun
+        await end_tasks([reading])
 
 
 @pytest.mark.pure
