@@ -5,6 +5,8 @@
 #   make test [ARGS=...]    environment with tools, then the default tests, in PROCESSES processes (pytest ARGS)
 #   make test-slow          environment with tools, then the tests that are left out there for their length, and those
 #                           of drawn input again with all their examples
+#   make test-delays        environment with tools, then the default tests while some steps of every process, task and thread,
+#                           and some data of the bus, are late by up to a second (HALFMOON_TEST_DELAYS in a hundred; 3)
 #   make test-attention     environment with tools, then clusters that lend, move KV and have attention workers, some killed
 #   make test-clocks        environment with tools, then a real cluster whose clocks are set by hours and whose processes stop
 #                           for a minute each (needs a C compiler)
@@ -56,7 +58,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-vllm-tier test-vllm-fleet test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-vllm-router bench-vllm-tier experiments experiments-check nightly golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-delays test-attention test-clocks test-vllm test-vllm-tier test-vllm-fleet test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-vllm-router bench-vllm-tier experiments experiments-check nightly golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -87,6 +89,9 @@ test: $(DEV_STAMP)
 
 test-slow: $(DEV_STAMP)
 	HALFMOON_TEST_EXAMPLES=all $(BIN)/python -m pytest -n 2 -o faulthandler_timeout=1000 -m "slow or hypothesis" $(ARGS)
+
+test-delays: $(DEV_STAMP)
+	HALFMOON_TEST_DELAYS=$${HALFMOON_TEST_DELAYS:-3} PYTHONPATH=$(CURDIR)/tests/delays $(BIN)/python -m pytest -n $(PROCESSES) $(ARGS)
 
 test-attention: $(DEV_STAMP)
 	HALFMOON_TEST_ATTENTION=1 $(BIN)/python -m pytest -o faulthandler_timeout=1000 -m slow tests/cluster/test_attention_workers.py tests/cluster/test_moves.py tests/cluster/test_lending.py $(ARGS)

@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +41,7 @@ from halfmoon.store.errors import (
     HolderUnreachable,
     LeaseLost,
     StoreError,
+    TransferError,
     WrongSize,
 )
 from halfmoon.store.locate import find_holders
@@ -374,35 +375,59 @@ class StoreClient:
         return found
 
     async def _bring(self, keys: Sequence[bytes], missing: Sequence[int], found: _Found) -> None:
-        holders, silent = await self._ask_peers([keys[i] for i in missing])
-        by_holder: dict[tuple[str, ...], list[int]] = {}
-        for at, i in enumerate(missing):
-            if at in holders:
-                by_holder.setdefault(tuple(holders[at]), []).append(i)
-            elif silent:
-                found.problems[i] = HolderUnreachable(
-                    f"block {keys[i].hex()}: {', '.join(silent)} did not answer"
-                )
-            else:
-                found.problems[i] = BlockMissing(f"block {keys[i].hex()} is on no node that was asked")
-        for (holder, *replicas), wanted in by_holder.items():
-            order_id = self._new_order()
-            found.orders.append(order_id)
-            try:
-                opened = await self._door.open_put(
-                    order_id, _joined([keys[i] for i in wanted]), blocks=len(wanted), tenant=self._tenant
-                )
-                await self._door.fetch(order_id, holder, first_block=0, blocks=len(wanted), replicas=replicas)
-            except StoreError as problem:
-                found.problems.update(dict.fromkeys(wanted, problem))
-                continue
-            for i, slot, epoch in zip(wanted, opened.slots, opened.epochs, strict=True):
-                found.places[i] = _FoundAt(slot, epoch, block_sum(self._door.view.sums[slot]), order_id)
+        failed: set[str] = set()
+        while missing:
+            holders, silent = await self._ask_peers([keys[i] for i in missing], without=failed)
+            by_holder: dict[tuple[str, ...], list[int]] = {}
+            for at, i in enumerate(missing):
+                if at in holders:
+                    by_holder.setdefault(tuple(holders[at]), []).append(i)
+                elif i in found.problems:  # of the holder that failed
+                    continue
+                elif silent:
+                    found.problems[i] = HolderUnreachable(
+                        f"block {keys[i].hex()}: {', '.join(silent)} did not answer"
+                    )
+                else:
+                    found.problems[i] = BlockMissing(f"block {keys[i].hex()} is on no node that was asked")
+            # Peers that answered too late to be named as replicas may have what the named ones could not give.
+            missing = []
+            for nodes, wanted in by_holder.items():
+                try:
+                    await self._fetch(keys, wanted, nodes, found)
+                except (TransferError, BlockMissing) as problem:
+                    found.problems.update(dict.fromkeys(wanted, problem))
+                    failed.update(nodes)
+                    missing += wanted
+                except StoreError as problem:
+                    found.problems.update(dict.fromkeys(wanted, problem))
 
-    async def _ask_peers(self, keys: Sequence[bytes]) -> tuple[dict[int, list[str]], list[str]]:
-        if not keys or not self._peers:
+    async def _fetch(
+        self, keys: Sequence[bytes], wanted: Sequence[int], nodes: Sequence[str], found: _Found
+    ) -> None:
+        """From the first of `nodes`; the others are its replicas."""
+        order_id = self._new_order()
+        found.orders.append(order_id)
+        holder, *replicas = nodes
+        try:
+            opened = await self._door.open_put(
+                order_id, _joined([keys[i] for i in wanted]), blocks=len(wanted), tenant=self._tenant
+            )
+            await self._door.fetch(order_id, holder, first_block=0, blocks=len(wanted), replicas=replicas)
+        except StoreError:
+            await self.let_go(order_id)  # another attempt may want its slots
+            raise
+        for i, slot, epoch in zip(wanted, opened.slots, opened.epochs, strict=True):
+            found.places[i] = _FoundAt(slot, epoch, block_sum(self._door.view.sums[slot]), order_id)
+            found.problems.pop(i, None)
+
+    async def _ask_peers(
+        self, keys: Sequence[bytes], *, without: Container[str] = ()
+    ) -> tuple[dict[int, list[str]], list[str]]:
+        peers = [node_id for node_id in self._peers if node_id not in without]
+        if not keys or not peers:
             return {}, []
-        return await find_holders(self._bus, self._peers, _joined(keys), self._tenant)
+        return await find_holders(self._bus, peers, _joined(keys), self._tenant)
 
     async def _give_back(self, found: _Found) -> None:
         for order_id in found.orders:

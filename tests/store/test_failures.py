@@ -229,6 +229,7 @@ def test_a_push_while_one_of_the_two_is_away_from_the_bus_is_not_lost(nats_url: 
         proxy.cut = False
         closed = await one.close_push("o1")
         assert closed.bytes == 3 * 4 * 8192, "each layer once"
+        await until(lambda: here.heard["w2"])
         message: Any = here.heard["w2"][0]
         assert same(two, message.slots, 5)
         for client in (one, two):

@@ -147,9 +147,9 @@ def test_pushes_that_are_lost_are_found_at_the_close_and_published_again(
         known = min(lost, LAYERS)
         again = LAYERS if lost > LAYERS else 0
         assert (await one.status()).counters["pushes_lost"] == known + again
+        await until(lambda: len(layers_told(here.heard["w2"])) >= LAYERS)
         place: Any = here.heard["w2"][0]
         assert same(two, place.slots, 3)
-        await until(lambda: len(layers_told(here.heard["w2"])) >= LAYERS)
         assert sorted(layers_told(here.heard["w2"])) == [(layer, 3 * 8192) for layer in range(LAYERS)]
         await released(here, one, two)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,13 +15,15 @@ import pytest
 from store_harness import CAUSES, Cluster, cluster, until
 from test_failures import BIG, node_process
 
+from halfmoon.bus.connection import Bus
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Ordered, ReplicateBlocks
 from halfmoon.schemas.events import StoreSuspected
 from halfmoon.schemas.keys import join_keys
 from halfmoon.schemas.store import Drained, DrainStore, Replicate, Replicated
 from halfmoon.store.client import StoreClient
-from halfmoon.store.errors import StoreError
+from halfmoon.store.errors import HolderUnreachable, StoreError
+from halfmoon.store.locate import find_holders
 from halfmoon.store.pool.slots import tenant_mark
 from tests.eventually import BOUND_S
 
@@ -93,6 +95,42 @@ def test_a_holder_killed_in_the_middle_of_many_gets_costs_no_answer(
         assert counters["fetched_bytes"] > gets * size // 2  # most came from elsewhere: the pool holds 8
         suspected = [event.node_id for event in await here.log() if isinstance(event, StoreSuspected)]
         assert set(suspected) <= {"n1"}
+
+    tell(nats_url, story)
+
+
+def test_peers_that_named_themselves_too_late_are_asked_again_when_those_that_did_fail(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gone`, which serves nothing any more, is named as the only holder of two blocks; n2 has one of them too."""
+    asked: list[list[str]] = []
+
+    async def first_without_answers(
+        bus: Bus, node_ids: Sequence[str], block_keys: bytes, tenant: str
+    ) -> tuple[dict[int, list[str]], list[str]]:
+        asked.append(list(node_ids))
+        if len(asked) == 1:
+            return {0: ["gone"], 1: ["gone"], 2: ["n2"]}, []
+        return await find_holders(bus, node_ids, block_keys, tenant)
+
+    monkeypatch.setattr("halfmoon.store.client.find_holders", first_without_answers)
+
+    async def story(here: Cluster) -> None:
+        one, two = await here.agent("n1", slots=4), await here.agent("n2", slots=4)
+        size = one.context.config.layout.block_bytes
+        values = {key(number): value(number, size) for number in (0, 2)}
+        async with await StoreClient.connect(here.url, node_id="n2") as put:
+            assert await put.batch_put(values) == [None, None]
+        async with await StoreClient.connect(here.url, node_id="n1", peers=["gone", "n2"]) as reader:
+            into = np.zeros((3, size), np.uint8)
+            answers = await reader.batch_get_into([key(0), key(1), key(2)], list(into))
+            assert [type(answer) for answer in answers] == [type(None), HolderUnreachable, type(None)]
+            for number in (0, 2):
+                assert np.array_equal(into[number], values[key(number)])
+            assert asked == [["gone", "n2"], ["n2"]]
+        for agent in (one, two):
+            guard = agent.context.guard
+            await until(lambda guard=guard: (guard.counts().holds, guard.counts().reserved) == (0, 0))
 
     tell(nats_url, story)
 

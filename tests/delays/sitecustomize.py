@@ -1,0 +1,120 @@
+"""Delays where the world may have them, for `make test-delays`: races that a quiet machine never shows become common.
+
+Python loads this file in every process whose PYTHONPATH has the folder. With HALFMOON_TEST_DELAYS set to a number,
+that many in a hundred of these are late by a random time: the first step of a process of ours (and of one that is
+forked), the first step of a task, work handed to a thread, data that comes from the bus. None of it breaks a promise
+that Python, the kernel or NATS gives, so a test that fails has found a fault, or waits for the wrong thing.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import Any
+
+START_S = 1.0
+FORK_S = 0.5
+STEP_S = 0.06
+
+_CHANCE = random.Random()
+_PART = int(os.environ.get("HALFMOON_TEST_DELAYS") or 0) / 100
+
+
+def _late_s(longest_s: float) -> float:
+    """0: not this time."""
+    return _CHANCE.uniform(0, longest_s) if _CHANCE.random() < _PART else 0.0
+
+
+def _tasks(module: ModuleType) -> None:
+    import asyncio
+
+    create_task = module.create_task
+
+    async def late(coroutine: Coroutine[Any, Any, Any], wait_s: float) -> Any:
+        try:
+            await asyncio.sleep(wait_s)
+        except BaseException:
+            coroutine.close()
+            raise
+        return await coroutine
+
+    def create(coroutine: Coroutine[Any, Any, Any], **more: Any) -> Any:
+        wait_s = _late_s(STEP_S)
+        return create_task(late(coroutine, wait_s) if wait_s else coroutine, **more)
+
+    module.create_task = create  # type: ignore[attr-defined]
+
+
+def _threads(module: ModuleType) -> None:
+    run = module._WorkItem.run
+
+    def late(item: Any) -> None:
+        time.sleep(_late_s(STEP_S))
+        run(item)
+
+    module._WorkItem.run = late
+
+
+def _bus(module: ModuleType) -> None:
+    import asyncio
+
+    read = module.TcpTransport.read
+
+    async def late(transport: Any, most: int) -> Any:
+        data = await read(transport, most)
+        if wait_s := _late_s(STEP_S):
+            await asyncio.sleep(wait_s)
+        return data
+
+    module.TcpTransport.read = late
+
+
+#: What is done to a module once it has been executed. Nothing is imported for it: some tests look at imports.
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "asyncio.tasks": _tasks,
+    "concurrent.futures.thread": _threads,
+    "nats.aio.transport": _bus,
+}
+
+
+class _Changed(MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        change = _CHANGES.get(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if change else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module: ModuleType) -> None:
+            execute(module)
+            assert change is not None
+            change(module)
+
+        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def _ours() -> bool:
+    with open("/proc/self/cmdline", "rb") as file:
+        words = file.read()
+    return b"halfmoon" in words and b"pytest" not in words
+
+
+def _forked() -> None:
+    _CHANCE.seed()
+    time.sleep(_late_s(FORK_S))
+
+
+if _PART:
+    sys.meta_path.insert(0, _Changed())
+    if _ours():
+        time.sleep(_late_s(START_S))
+        os.register_at_fork(after_in_child=_forked)
