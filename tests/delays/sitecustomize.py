@@ -10,25 +10,26 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
-import random
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from importlib.abc import MetaPathFinder
-from types import ModuleType
-from typing import Any
+from _random import Random  # without what `random` imports: some tests count modules
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+    from types import ModuleType
 
 START_S = 1.0
 FORK_S = 0.5
 STEP_S = 0.06
 
-_CHANCE = random.Random()
+_CHANCE = Random()
 _PART = int(os.environ.get("HALFMOON_TEST_DELAYS") or 0) / 100
 
 
 def _late_s(longest_s: float) -> float:
     """0: not this time."""
-    return _CHANCE.uniform(0, longest_s) if _CHANCE.random() < _PART else 0.0
+    return _CHANCE.random() * longest_s if _CHANCE.random() < _PART else 0.0
 
 
 def _tasks(module: ModuleType) -> None:
@@ -83,7 +84,7 @@ _CHANGES: dict[str, Callable[[ModuleType], None]] = {
 }
 
 
-class _Changed(MetaPathFinder):
+class _Changed:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:

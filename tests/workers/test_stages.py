@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -239,13 +239,48 @@ def test_a_stage_computes_a_chunk_while_the_next_one_computes_that_before(model:
 @pytest.mark.pure
 def test_a_stage_that_hangs_up_is_named_and_the_others_end(model: LoadedModel) -> None:
     with Group(model, (1, 1, 1)) as group:
+        compute, named = group.engines[0].prefill_stage, threading.Event()
+
+        def late(chunk: Any, *rest: Any, **more: Any) -> Any:
+            # What it sent before its channel is closed may all be under way: then it has nothing left to fail by.
+            if chunk.start:
+                assert named.wait(BOUND_S)
+            return compute(chunk, *rest, **more)
+
+        def hang_up(*chunk: Any, **more: Any) -> None:
+            group.parts[1].stop()
+
+        group.engines[0].prefill_stage = late  # type: ignore[method-assign]
+        group.engines[1].prefill_stage = hang_up  # type: ignore[method-assign]
         running = group.begin_parts()
-        group.parts[1].stop()
         with pytest.raises(StageGone, match="stage p1") as gone:
             group.prompt().run(list(range(BLOCKS)))
         assert gone.value.worker_id == "p1"
+        named.set()
         for part in running:
             assert isinstance(part.exception(timeout=BOUND_S), ChannelLost)
+
+
+@pytest.mark.pure
+def test_a_stage_that_is_stopped_as_its_channel_comes_waits_for_nothing(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`stop` finds no channel to close, and the channel is there before it says so."""
+    with Group(model, (2, 1)) as group:
+        take = group.listeners[0].take
+
+        def taken(order_id: str, stopped: Callable[[], bool]) -> Any:
+            came = take(order_id, stopped)
+            group.parts[0].stop()
+            return came
+
+        monkeypatch.setattr(group.listeners[0], "take", taken)
+        monkeypatch.setattr(group.engines[0], "prefill_stage", pytest.fail)
+        (running,) = group.begin_parts()
+        with pytest.raises(StageGone, match="stage p0"):
+            group.prompt().run(list(range(BLOCKS)))
+        with pytest.raises(ChannelLost, match="it was stopped"):
+            running.result(timeout=BOUND_S)
 
 
 @pytest.mark.pure

@@ -63,6 +63,8 @@ class StageComputation:
         plan, channel = self._listener.take(self.order_id, lambda: self._stopped)
         self._channel = channel
         with channel:
+            if self._stopped:  # by one that saw no channel to close
+                raise ChannelLost(channel.peer.worker_id, "it was stopped")
             self._check(plan, channel)
             began_ns = time.monotonic_ns()
             for number, chunk in enumerate(plan.chunks):
