@@ -28,7 +28,9 @@ async def main():
     cut = asyncio.create_task(note(words, "cut off"))
     await asyncio.sleep(0)
     cut.cancel()
-    await asyncio.wait([cut])
+    at_once = asyncio.create_task(note(words, "never"))
+    at_once.cancel()
+    await asyncio.wait([cut, at_once])
     print(unasked, *words)
 
 asyncio.run(main())
@@ -54,17 +56,19 @@ def test_a_task_is_late_where_that_is_asked_for(part: str, words: str) -> None:
     assert said(part) == words
 
 
-def test_data_of_the_bus_and_work_of_threads_can_be_late() -> None:
-    """The places that the delays change are where they were: a newer library would lose them in silence."""
+def test_what_the_delays_change_is_where_it_was() -> None:
+    """A newer library would lose them in silence."""
     found = subprocess.run(
         [
             *(sys.executable, "-c"),
-            "import concurrent.futures.thread as threads, nats.aio.transport as bus;"
-            "print(threads._WorkItem.run.__name__, bus.TcpTransport.read.__name__)",
+            "import asyncio, concurrent.futures.thread as futures, nats.aio.transport as bus, threading;"
+            "read = asyncio.StreamReader;"
+            "print(futures._WorkItem.run.__name__, bus.TcpTransport.read.__name__, threading.Thread.start.__name__,"
+            "read.read.__name__, read.readexactly.__name__, read.readuntil.__name__, asyncio.create_task.__name__)",
         ],
         env={**os.environ, "PYTHONPATH": str(FOLDER), "HALFMOON_TEST_DELAYS": "1"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert found.stdout == "late late\n"
+    assert found.stdout == "late late begin late late late create\n"

@@ -21,7 +21,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.events import PolicyChanged
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
-from tests.eventually import BOUND_S, eventually, within
+from tests.eventually import BOUND_S, within
 
 QUIET = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
 
@@ -94,7 +94,12 @@ async def test_a_conductor_that_is_still_reading_the_log_is_not_believed(
         reading = asyncio.create_task(run(bus, conductor_id="c1", policy=begun))
         monkeypatch.setattr(policy_command, "ANSWER_S", BOUND_S)
         monkeypatch.setattr(policy_command, "READING_S", BOUND_S)
-        await eventually(lambda: bus.last_seq(subjects.EVENTS_STREAM), "the log has begun")
+        everyone = subjects.status(subjects.CONDUCTORS)
+        early = await bus.request(
+            everyone, StatusRequest(), ConductorStatus, timeout_s=BOUND_S, await_responder=True
+        )
+        assert not early.caught_up
+        answered.clear()
         asked = asyncio.create_task(conductor_status(bus))
         await within(answered.wait(), "it answers before it has read the log")
         monkeypatch.setattr(policy_command, "READING_S", 0)

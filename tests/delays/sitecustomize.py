@@ -2,7 +2,7 @@
 
 Python loads this file in every process whose PYTHONPATH has the folder. With HALFMOON_TEST_DELAYS set to a number,
 that many in a hundred of these are late by a random time: the first step of a process of ours (and of one that is
-forked), the first step of a task, work handed to a thread, data that comes from the bus. None of it breaks a promise
+forked), of a task, of a thread and of work handed to one, data that comes from a stream or from the bus. None of it breaks a promise
 that Python, the kernel or NATS gives, so a test that fails has found a fault, or waits for the wrong thing.
 """
 
@@ -38,21 +38,56 @@ def _tasks(module: ModuleType) -> None:
     create_task = module.create_task
 
     async def late(coroutine: Coroutine[Any, Any, Any], wait_s: float) -> Any:
-        try:
-            await asyncio.sleep(wait_s)
-        except BaseException:
-            coroutine.close()
-            raise
+        await asyncio.sleep(wait_s)
         return await coroutine
 
     def create(coroutine: Coroutine[Any, Any, Any], **more: Any) -> Any:
         wait_s = _late_s(STEP_S)
-        return create_task(late(coroutine, wait_s) if wait_s else coroutine, **more)
+        if not wait_s:
+            return create_task(coroutine, **more)
+        task = create_task(late(coroutine, wait_s), **more)
+        task.add_done_callback(
+            lambda _: coroutine.close()
+        )  # cancelled before it began, it would be complained of
+        return task
 
     module.create_task = create  # type: ignore[attr-defined]
 
 
+def _streams(module: ModuleType) -> None:
+    import asyncio
+
+    def delayed(read: Callable[..., Coroutine[Any, Any, bytes]]) -> Callable[..., Coroutine[Any, Any, bytes]]:
+        async def late(*words: Any) -> bytes:
+            data = await read(*words)
+            if wait_s := _late_s(STEP_S):
+                await asyncio.sleep(wait_s)
+            return data
+
+        return late
+
+    for name in ("read", "readexactly", "readuntil"):
+        setattr(module.StreamReader, name, delayed(getattr(module.StreamReader, name)))
+
+
 def _threads(module: ModuleType) -> None:
+    start = module.Thread.start
+
+    def begin(thread: Any) -> None:
+        run, wait_s = thread.run, _late_s(STEP_S)
+
+        def late() -> None:
+            time.sleep(wait_s)
+            run()
+
+        if wait_s:
+            thread.run = late
+        start(thread)
+
+    module.Thread.start = begin
+
+
+def _executors(module: ModuleType) -> None:
     run = module._WorkItem.run
 
     def late(item: Any) -> None:
@@ -78,9 +113,11 @@ def _bus(module: ModuleType) -> None:
 
 #: What is done to a module once it has been executed. Nothing is imported for it: some tests look at imports.
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "asyncio.streams": _streams,
     "asyncio.tasks": _tasks,
-    "concurrent.futures.thread": _threads,
+    "concurrent.futures.thread": _executors,
     "nats.aio.transport": _bus,
+    "threading": _threads,
 }
 
 
@@ -115,6 +152,8 @@ def _forked() -> None:
 
 
 if _PART:
+    for _name in _CHANGES.keys() & sys.modules.keys():
+        _CHANGES[_name](sys.modules[_name])
     sys.meta_path.insert(0, _Changed())
     if _ours():
         time.sleep(_late_s(START_S))

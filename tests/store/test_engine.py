@@ -54,8 +54,9 @@ class Scripted:
     def __init__(self, seconds: float = 0.0) -> None:
         self.kind = KINDS["tcp"]
         self.seconds = seconds
-        #: A move that has begun does not end by itself.
-        self.hangs = False
+        #: Without it a move that has begun does not end.
+        self.go = asyncio.Event()
+        self.go.set()
         self.broken: dict[str, Exception] = {}
         self.moved: list[tuple[str, list[Slice]]] = []
         self.running = self.running_max = 0
@@ -71,7 +72,8 @@ class Scripted:
         self.running_max = max(self.running_max, self.running)
         done_ns = CLOCK.now_ns + int(self.seconds * 1e9)
         try:
-            await (asyncio.Event().wait() if self.hangs else asyncio.sleep(0))
+            await asyncio.sleep(0)
+            await self.go.wait()
         finally:
             self.running -= 1
         CLOCK.now_ns = max(CLOCK.now_ns, done_ns)
@@ -182,7 +184,11 @@ def test_slices_are_shared_out_by_bandwidth_and_distance() -> None:
         over = engine(stripes=4, tcp=tcp)
         there = peer(("tcp", "near", 10), ("tcp", "far", 30))
         many = [Slice(i, i, 0, 4) for i in range(64)]  # 32 slices
-        await over.write(there, many, call())
+        tcp.go.clear()
+        writing = asyncio.create_task(over.write(there, many, call()))
+        await eventually(lambda: tcp.running == 4, "as many as there are stripes are under way")
+        tcp.go.set()
+        await writing
         shares = Counter(tcp.addresses)
         assert 2 * shares["far"] < shares["near"] < 32, shares
         assert tcp.running_max == 4
@@ -197,9 +203,13 @@ def test_no_more_slices_are_under_way_than_there_is_room_and_a_deadline_ends_the
         tcp = Scripted(seconds=0.02)
         over = engine(tcp=tcp)
         there = peer(("tcp", "t1", 10))
-        await asyncio.gather(*(over.read(there, BATCH[:1], call()) for _ in range(100)))
+        tcp.go.clear()
+        reading = [asyncio.create_task(over.read(there, BATCH[:1], call())) for _ in range(100)]
+        await eventually(lambda: tcp.running == 32, "32 slices are under way")
+        tcp.go.set()
+        await asyncio.gather(*reading)
         assert tcp.running_max == 32
-        tcp.hangs = True
+        tcp.go.clear()
         waiting = [asyncio.create_task(over.read(there, BATCH[:1], call())) for _ in range(32)]
         await eventually(lambda: tcp.running == 32, "32 slices are under way")
         with pytest.raises(TransferTimeout, match="turn"):
@@ -207,7 +217,7 @@ def test_no_more_slices_are_under_way_than_there_is_room_and_a_deadline_ends_the
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        tcp.hangs = False
+        tcp.go.set()
         await over.read(there, BATCH[:1], call())  # what was cancelled gave its room back
         assert over.paths(there)[0].in_flight_bytes == 0
 

@@ -31,6 +31,7 @@ from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel, load_model
 from halfmoon.workers.prefill.worker import PrefillWorker
 from halfmoon.workers.worker import WorkerConfig
+from tests.eventually import eventually
 
 LAYERS, BLOCK, SEGMENT = 2, 16, 32
 #: Blocks of the cache, and a prompt of more than three times as many; the last one is half full.
@@ -174,8 +175,7 @@ def test_a_prompt_longer_than_the_cache_computed_cached_and_fetched(
         for worker_id, order_id, fetches in orders:
             finished = await nodes.order(worker_id, order_id, fetches)
             assert isinstance(finished, PrefillFinished), finished
-            result = nodes.result(order_id)
-            assert result is not None
+            result = await eventually(lambda order_id=order_id: nodes.result(order_id), "d1 has heard of it")
             assert result.first.logits_digest == whole[0], order_id
             assert np.array_equal(nodes.pushed(order_id), whole[1]), order_id
             seen.append((finished.cached_local_tokens, finished.cached_fetched_tokens))
