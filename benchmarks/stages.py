@@ -27,6 +27,7 @@ from halfmoon.schemas.events import ClusterConfigured, PolicyChanged, PrefillFin
 
 FLAGS = ("--prefill", "2", "--decode", "1", "--prefill-group", "2", "--dtype", "float32", "--pool-mib", "512")
 PAUSE_S = 1.0
+ROUNDS_MORE = 4
 
 
 def ask(http: str, number: int, tokens: int) -> None:
@@ -41,12 +42,19 @@ def ask(http: str, number: int, tokens: int) -> None:
 
 
 async def set_group(addresses: dict[str, Any], size: int) -> None:
-    """Also where the price says that it hardly pays: two workers share this machine."""
+    """Also where the price says that it hardly pays, as two workers share this machine, and where arrivals find half of
+    the workers busy, as prompts that take longer than the pauses do.
+    """
     first = next(
         s.event for s in await read_log(bus_config(addresses)) if isinstance(s.event, ClusterConfigured)
     )
     policy = msgspec.structs.replace(
-        first.policy, prefill_group=size, group_gain_percent=1, correction_window=0, admission="none"
+        first.policy,
+        prefill_group=size,
+        group_from="idle",
+        group_gain_percent=1,
+        correction_window=0,
+        admission="none",
     )
     bus = await Bus.connect(bus_config(addresses), name=subjects.OPERATOR, limits=StreamLimits(replicas=0))
     await bus.append(PolicyChanged(policy=policy), source_id=subjects.OPERATOR)
@@ -54,18 +62,27 @@ async def set_group(addresses: dict[str, Any], size: int) -> None:
 
 
 async def measured(addresses: dict[str, Any], rounds: int, tokens: int) -> tuple[list[float], list[Any]]:
-    """Seconds of each prompt alone; of those together, both stages' events."""
-    for number in range(rounds):
+    """Seconds of each prompt alone; of those together, both stages' events.
+
+    A worker that a neighbour slowed once is priced as slow, and then its group is not worth its price: so there are
+    more rounds, until as many prompts as there should be were computed together.
+    """
+    alone: list[float] = []
+    pairs: list[Any] = []
+    for number in range(ROUNDS_MORE * rounds):
         for size in (1, 2):
             await set_group(addresses, size)
             await asyncio.sleep(PAUSE_S)
             await asyncio.to_thread(ask, addresses["http"], 2 * number + size, tokens)
             await asyncio.sleep(PAUSE_S)
-    events = [stamped.event for stamped in await read_log(bus_config(addresses))]
-    parts = {one.order_id: one for one in events if isinstance(one, StageFinished)}
-    whole = [one for one in events if isinstance(one, PrefillFinished) and one.prompt_tokens == tokens]
-    alone = [one.compute_ns / 1e9 for one in whole if not one.stages]
-    return alone, [(one, parts[one.order_id]) for one in whole if one.stages]
+        events = [stamped.event for stamped in await read_log(bus_config(addresses))]
+        parts = {one.order_id: one for one in events if isinstance(one, StageFinished)}
+        whole = [one for one in events if isinstance(one, PrefillFinished) and one.prompt_tokens == tokens]
+        alone = [one.compute_ns / 1e9 for one in whole if not one.stages]
+        pairs = [(one, parts[one.order_id]) for one in whole if one.stages]
+        if len(pairs) >= rounds:
+            break
+    return alone, pairs
 
 
 def main() -> None:

@@ -206,12 +206,12 @@ async def test_a_worker_that_falls_silent_is_lost_once_whatever_the_number_of_co
         await say(bus, *CLUSTER)
 
         async def the_silent_are_lost() -> bool:
-            await say(
+            last = await say(
                 bus,
                 WorkerHeartbeat(worker_id="d0", incarnation="i1"),
                 FrontendHeartbeat(frontend_id="f1", incarnation="i1"),
             )
-            return not silent & {node.id for node in (await status(bus)).nodes}
+            return not silent & {node.id for node in (await reach(bus, last)).nodes}
 
         await eventually(the_silent_are_lost, "who says nothing is lost", every_s=0.05)
         log = await log_of(bus)
