@@ -47,9 +47,8 @@ def _tasks(module: ModuleType) -> None:
         if not wait_s:
             return create_task(coroutine, **more)
         task = create_task(late(coroutine, wait_s), **more)
-        task.add_done_callback(
-            lambda _: coroutine.close()
-        )  # cancelled before it began, it would be complained of
+        # A task that is cancelled before it began never awaits the coroutine, of which Python would complain.
+        task.add_done_callback(lambda _: coroutine.close())
         return task
 
     module.create_task = create  # type: ignore[attr-defined]
