@@ -73,6 +73,9 @@ class Bus:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stamp = uuid.uuid4().hex[:12]
         self._count = 0
+        #: Called when the connection is lost, before another is tried.
+        self.on_loss: list[Callable[[], None]] = []
+        #: Called a round trip or more after the next one has begun to carry messages.
         self.on_reconnect: list[Callable[[], None]] = []
 
     @property
@@ -96,6 +99,10 @@ class Bus:
             if box:
                 box[0]._after_reconnect()
 
+        async def lost() -> None:
+            for callback in box[0].on_loss if box else []:
+                callback()
+
         async def failed(problem: Exception) -> None:
             """nats-py would log it. Raised here while we connect, it ends the connecting."""
             if not box:
@@ -105,7 +112,7 @@ class Bus:
             elif "permissions violation" in str(problem).lower():
                 log.warning("%s: %s", name, problem)
 
-        callbacks = {"reconnected_cb": reconnected, "error_cb": failed}
+        callbacks = {"disconnected_cb": lost, "reconnected_cb": reconnected, "error_cb": failed}
         options = {
             **config.options(),
             **callbacks,

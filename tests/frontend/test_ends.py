@@ -11,6 +11,7 @@ import orjson
 import pytest
 from frontend_double import LAYOUT, MODEL
 
+from halfmoon.bus.connection import Bus
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.decisions import FailRequest, Prediction
 from halfmoon.schemas.engine_refusal import EngineRefusal
@@ -504,5 +505,35 @@ def test_a_frontend_whose_port_is_taken_joins_nothing(run: Any) -> None:
         assert "second" not in joined
         with pytest.raises(ApiError, match="starting"):
             second.registry.admit()
+
+    run(scenario)
+
+
+@pytest.mark.pure
+def test_a_request_over_nats_finds_a_frontend_from_the_moment_that_it_joins(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(cluster: Any) -> None:
+        await cluster.frontend.stop()  # the only one
+        await cluster.double.wait_for(FrontendLeft)
+        config = FrontendConfig(frontend_id="second", model=MODEL, context_tokens=2048, http_port=-1)
+        second = Frontend(cluster.client, config, cluster.double.tokenizer, LAYOUT)
+        append = Bus.append
+        early: list[asyncio.Future[Any]] = []
+
+        async def joining(bus: Bus, event: Any, **more: Any) -> int:
+            if isinstance(event, FrontendJoined):
+                early.append(asyncio.ensure_future(cluster.ask("models", {})))
+                early.append(asyncio.ensure_future(cluster.ask("generate", {"prompt": 3})))
+                await early[0]
+                assert not early[1].done(), "it waits until the frontend has joined"
+            return await append(bus, event, **more)
+
+        monkeypatch.setattr(Bus, "append", joining)
+        await second.start()
+        (_, models), (headers, _) = await asyncio.gather(*early)
+        assert models["data"]
+        assert headers["Nats-Service-Error-Code"] == "400"
+        await second.stop()
 
     run(scenario)

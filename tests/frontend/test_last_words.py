@@ -12,6 +12,7 @@ import orjson
 import pytest
 from frontend_double import ANSWER, cluster
 
+from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.frontend import last_words
@@ -36,7 +37,7 @@ def test_an_end_that_comes_while_the_client_is_away_is_told_when_it_is_back(
     # The client is back when this test lets it.
     monkeypatch.setattr(last_words, "GRACE_S", BOUND_S)
     monkeypatch.setattr(last_words, "KEPT_S", BOUND_S)
-    started, go_on = asyncio.Event(), asyncio.Event()
+    started, go_on, used = asyncio.Event(), asyncio.Event(), asyncio.Event()
     unheard: list[str] = []
     missed = LastWords.unheard
 
@@ -45,6 +46,19 @@ def test_an_end_that_comes_while_the_client_is_away_is_told_when_it_is_back(
         missed(words, name)
 
     monkeypatch.setattr(LastWords, "unheard", noted)
+    after_reconnect = Bus._after_reconnect
+
+    def later(bus: Bus) -> None:
+        # The library calls it a round trip after the connection has begun to carry messages, of which one may say that
+        # the client is away.
+        tasks.append(asyncio.create_task(once_used(bus)))
+
+    async def once_used(bus: Bus) -> None:
+        await used.wait()
+        after_reconnect(bus)
+
+    tasks: list[asyncio.Task[None]] = []
+    monkeypatch.setattr(Bus, "_after_reconnect", later)
 
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
         ids, reason = double.output(arrived)
@@ -71,6 +85,8 @@ def test_an_end_that_comes_while_the_client_is_away_is_told_when_it_is_back(
             if stream:  # the client is missed, and known to be on its way
                 await eventually(lambda: unheard, "the server says that nobody listens")
                 assert len(made.frontend.registry.requests) == 1
+            used.set()
+            await asyncio.gather(*tasks)
             go_on.set()
             ended = "the end was told, and nobody heard it"
             await eventually(lambda: any(name.startswith("end-") for name in unheard), ended)
@@ -101,6 +117,9 @@ def test_ends_are_kept_for_a_while_and_not_without_bound() -> None:
     words.say("late", b"x")
     assert sent == [("early", ""), ("late", "")], "who is there is not asked for without need"
     sent.clear()
+    words.lost()
+    now_s += GRACE_S + KEPT_S
+    assert words.in_grace, "nobody can be back yet"
     words.reconnected()
     assert sent == [("late", "p.end-1")]
     assert words.in_grace

@@ -38,9 +38,11 @@ class Frontend:
         if self._http is not None:
             await self._http.start()
             self._status.http_url = self._http.url
-        await self.registry.start()
+        await self.registry.listen()
+        # Once it has joined, all say that it is ready: a request over NATS must find it then.
         if self._nats is not None:
             await self._nats.start()
+        await self.registry.join()
 
     async def stop(self) -> None:
         """Refuse new requests, finish open ones within `drain_ns_max`, tell the rest why, leave. Once is

@@ -47,12 +47,13 @@ class LastWords:
         self._names = (f"end-{number}" for number in itertools.count())
         self._kept: OrderedDict[str, LastMessage] = OrderedDict()
         self._bytes = 0
+        self._away = False
         self._grace_until_s = -GRACE_S
 
     @property
     def in_grace(self) -> bool:
-        """The connection was lost a moment ago: who does not listen may be on its way back."""
-        return self._clock() < self._grace_until_s
+        """The connection is lost, or was a moment ago: who does not listen may be on its way back."""
+        return self._away or self._clock() < self._grace_until_s
 
     def say(self, subject: str, payload: bytes, headers: dict[str, str] | None = None) -> None:
         """Send the end of a request, and keep it for a while."""
@@ -64,10 +65,15 @@ class LastWords:
             self._drop(next(iter(self._kept)))
         self._send(subject, payload, f"{self._probe}.{name}" if self.in_grace else "", headers)
 
+    def lost(self) -> None:
+        """Our connection is lost. Others' messages may come over the next one before `reconnected` is called."""
+        self._forget(older_than_s=self._clock() - KEPT_S)
+        self._away = True
+
     def reconnected(self) -> None:
         """Our connection was lost, and is there again."""
+        self._away = False
         self._grace_until_s = self._clock() + GRACE_S
-        self._forget(older_than_s=self._clock() - KEPT_S)
         for name in list(self._kept):
             self._again(name)
 

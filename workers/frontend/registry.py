@@ -69,7 +69,8 @@ class RequestRegistry:
         self.block_tokens = layout.block_tokens
         self.requests: dict[str, OpenRequest] = {}
         self.draining = False
-        self._joined = False
+        #: Requests can be placed.
+        self.joined = asyncio.Event()
         self.started_at_s = int(time.time())
         self._incarnation = uuid.uuid4().hex[:16]
         #: By tenant and name: no tenant sees another's names, not even by one that is taken.
@@ -81,18 +82,21 @@ class RequestRegistry:
 
     # --- life -----------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
+    async def listen(self) -> None:
+        """Before `join`: nothing that others say from then on is missed. Raises BusError."""
+        self._decisions = await self.bus.open_decisions(self.config.frontend_id)
+        await self.exchange.start()
+
+    async def join(self) -> None:
         """Take part in the cluster. Raises BusError."""
         frontend_id = self.config.frontend_id
-        reader = await self.bus.open_decisions(frontend_id)
-        await self.exchange.start()
         await self.bus.append(
             FrontendJoined(frontend_id=frontend_id, incarnation=self._incarnation), source_id=frontend_id
         )
-        self.spawn(self._follow_decisions(reader))
+        self.spawn(self._follow_decisions(self._decisions))
         self.spawn(self._tick())
         self.spawn(self.metrics.slo.follow(self.bus, self.prompts.learn))
-        self._joined = True
+        self.joined.set()
 
     async def stop(self) -> None:
         """Finish what is open within `drain_ns_max`, tell the rest why, leave."""
@@ -143,7 +147,7 @@ class RequestRegistry:
 
     def admit(self) -> None:
         """May another request come in? Asked before its body is looked at. Raises ApiError 503 or 429."""
-        if self.draining or not self._joined:
+        if self.draining or not self.joined.is_set():
             doing = "stopping" if self.draining else "starting"
             raise ApiError(503, f"this frontend is {doing}", code=doing, retry_after_ns=SECOND_NS)
         if (refusal := self.log_health.refusal()) is not None:

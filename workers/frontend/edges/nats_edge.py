@@ -84,6 +84,7 @@ class NatsEdge:
 
     async def start(self) -> None:
         self._watching = asyncio.create_task(self._watch())
+        self.registry.bus.on_loss.append(self._last_words.lost)
         self.registry.bus.on_reconnect.append(self._last_words.reconnected)
         self._others.append(await self._nc.subscribe(f"{self._probe_prefix}.*", cb=self._on_probe))
         self._others.append(await self._nc.subscribe(CANCEL_ALL, cb=self._cancel_for_another))
@@ -117,6 +118,7 @@ class NatsEdge:
 
     async def _open(self, endpoint: ServiceEndpoint, msg: Msg, read: Callable[[bytes], ApiRequest]) -> None:
         started_ns = time.monotonic_ns()
+        await self.registry.joined.wait()
         try:
             self.registry.admit()
             ask = in_the_name_of(one_choice(read(msg.data)), tenant_of_subject(msg.subject))
