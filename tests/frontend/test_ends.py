@@ -492,7 +492,7 @@ def test_stopping_tells_those_that_cannot_be_finished(run: Any) -> None:
 
 
 @pytest.mark.pure
-def test_a_frontend_whose_port_is_taken_joins_nothing(run: Any) -> None:
+def test_a_frontend_whose_port_is_taken_joins_nothing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(cluster: Any) -> None:
         port = cluster.frontend.http_port
         config = FrontendConfig(frontend_id="second", model=MODEL, context_tokens=2048, http_port=port)
@@ -503,20 +503,21 @@ def test_a_frontend_whose_port_is_taken_joins_nothing(run: Any) -> None:
         await cluster.double.bus.last_seq()
         joined = [event.frontend_id for event in cluster.double.events if isinstance(event, FrontendJoined)]
         assert "second" not in joined
+        monkeypatch.setattr("halfmoon.workers.frontend.registry.JOINING_S", 0)
         with pytest.raises(ApiError, match="starting"):
-            second.registry.admit()
+            await second.registry.admit()
 
     run(scenario)
 
 
 @pytest.mark.pure
-def test_a_request_over_nats_finds_a_frontend_from_the_moment_that_it_joins(
+def test_a_request_finds_a_frontend_from_the_moment_that_it_joins(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(cluster: Any) -> None:
         await cluster.frontend.stop()  # the only one
         await cluster.double.wait_for(FrontendLeft)
-        config = FrontendConfig(frontend_id="second", model=MODEL, context_tokens=2048, http_port=-1)
+        config = FrontendConfig(frontend_id="second", model=MODEL, context_tokens=2048, http_port=0)
         second = Frontend(cluster.client, config, cluster.double.tokenizer, LAYOUT)
         append = Bus.append
         early: list[asyncio.Future[Any]] = []
@@ -525,15 +526,18 @@ def test_a_request_over_nats_finds_a_frontend_from_the_moment_that_it_joins(
             if isinstance(event, FrontendJoined):
                 early.append(asyncio.ensure_future(cluster.ask("models", {})))
                 early.append(asyncio.ensure_future(cluster.ask("generate", {"prompt": 3})))
+                cluster.url = second.http_url
+                early.append(asyncio.ensure_future(cluster.post("/v1/completions", {"prompt": 3})))
                 await early[0]
-                assert not early[1].done(), "it waits until the frontend has joined"
+                await cluster.http_get("/health")
+                assert [one.done() for one in early] == [True, False, False], "they wait until it has joined"
             return await append(bus, event, **more)
 
         monkeypatch.setattr(Bus, "append", joining)
         await second.start()
-        (_, models), (headers, _) = await asyncio.gather(*early)
+        (_, models), (headers, _), (status, _, _) = await asyncio.gather(*early)
         assert models["data"]
-        assert headers["Nats-Service-Error-Code"] == "400"
+        assert (headers["Nats-Service-Error-Code"], status) == ("400", 400)
         await second.stop()
 
     run(scenario)

@@ -49,6 +49,8 @@ from halfmoon.workers.frontend.token_exchange import TokenExchange
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 _TICK_S = 0.25
+#: For a frontend that is joining. Its clients are to try again after a second where it has not by then.
+JOINING_S = 2.0
 
 
 class RequestRegistry:
@@ -69,8 +71,7 @@ class RequestRegistry:
         self.block_tokens = layout.block_tokens
         self.requests: dict[str, OpenRequest] = {}
         self.draining = False
-        #: Requests can be placed.
-        self.joined = asyncio.Event()
+        self._joined = asyncio.Event()
         self.started_at_s = int(time.time())
         self._incarnation = uuid.uuid4().hex[:16]
         #: By tenant and name: no tenant sees another's names, not even by one that is taken.
@@ -96,7 +97,7 @@ class RequestRegistry:
         self.spawn(self._follow_decisions(self._decisions))
         self.spawn(self._tick())
         self.spawn(self.metrics.slo.follow(self.bus, self.prompts.learn))
-        self.joined.set()
+        self._joined.set()
 
     async def stop(self) -> None:
         """Finish what is open within `drain_ns_max`, tell the rest why, leave."""
@@ -145,9 +146,15 @@ class RequestRegistry:
     def open_requests(self) -> int:
         return len(self.requests) + self.prompts.pending
 
-    def admit(self) -> None:
-        """May another request come in? Asked before its body is looked at. Raises ApiError 503 or 429."""
-        if self.draining or not self.joined.is_set():
+    async def admit(self) -> None:
+        """May another request come in? Asked before its body is looked at. Raises ApiError 503 or 429.
+
+        A frontend that is joining is waited for: others read in the log that it has before it knows that itself.
+        """
+        if not self._joined.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._joined.wait(), JOINING_S)
+        if self.draining or not self._joined.is_set():
             doing = "stopping" if self.draining else "starting"
             raise ApiError(503, f"this frontend is {doing}", code=doing, retry_after_ns=SECOND_NS)
         if (refusal := self.log_health.refusal()) is not None:

@@ -84,7 +84,7 @@ class Exchanges:
         listener = _Listener(request.transport)
         try:
             tenant = self.authorize(request)
-            self._registry.admit()
+            await self._registry.admit()
             check_json(request)
             payload = await read_body(request, self._registry.config.http_limits)
             ask = in_the_name_of(dialect.parse(payload), tenant)

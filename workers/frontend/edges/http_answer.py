@@ -189,7 +189,7 @@ class HttpAnswer(UnreadEvents):
             for place, prompt in enumerate(prompts):
                 first = place * ask.n
                 if place:
-                    self._registry.admit()
+                    await self._registry.admit()
                 opened = await self._open(first, prompt)
                 others = [(first + number, choice_of(prompt, number)) for number in range(1, ask.n)]
                 if (
@@ -206,7 +206,7 @@ class HttpAnswer(UnreadEvents):
 
     async def _open_all(self, choices: list[tuple[int, ApiRequest]]) -> None:
         for index, ask in choices:
-            self._registry.admit()
+            await self._registry.admit()
             await self._open(index, ask)
 
     async def _open(self, index: int, ask: ApiRequest) -> OpenRequest:

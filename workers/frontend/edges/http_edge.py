@@ -160,7 +160,7 @@ class HttpEdge:
         answer = HttpAnswer(self._registry, request.transport)
         try:
             tenant = self._authorize(request)
-            self._registry.admit()
+            await self._registry.admit()
             ask = in_the_name_of(read(await self._body(request)), tenant)
             default = None if ask.chat else self._config.completion_max_tokens_default
             await answer.open(ask, traceparent=traceparent, max_tokens_default=default)

@@ -118,9 +118,8 @@ class NatsEdge:
 
     async def _open(self, endpoint: ServiceEndpoint, msg: Msg, read: Callable[[bytes], ApiRequest]) -> None:
         started_ns = time.monotonic_ns()
-        await self.registry.joined.wait()
         try:
-            self.registry.admit()
+            await self.registry.admit()
             ask = in_the_name_of(one_choice(read(msg.data)), tenant_of_subject(msg.subject))
         except ApiError as error:
             chat, traceparent = read is parse_chat, client_traceparent(msg)
