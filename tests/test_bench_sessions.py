@@ -71,12 +71,12 @@ async def test_a_turn_is_sent_after_the_answer_before_it() -> None:
         target, [turn(0), turn(1), turn(2, LONG * 3_600), turn(3, 1, follows=0), turn(4, 1, follows=3)]
     )
     running = asyncio.create_task(driver.run())
-    assert await target.has(2) == [0, 1]
+    assert set(await target.has(2)) == {0, 1}
     target.answer(0)
-    assert await target.has(3) == [0, 1, 3]
+    assert (await target.has(3))[2:] == [3]
     target.answer(3)
-    assert await target.has(4) == [0, 1, 3, 4]
-    assert [record.planned.number for record in driver.records] == target.asked
+    assert (await target.has(4))[3:] == [4]
+    assert [record.planned.number for record in driver.records] == [0, 1, 3, 4]
     assert driver.records[2].due_ns == driver.records[0].ended_ns
     driver.stopped.set()
     assert not await running

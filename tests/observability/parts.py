@@ -35,6 +35,7 @@ from halfmoon.workers.model.loading.files import load_config
 from halfmoon.workers.model.null_engine import NullEngine
 from halfmoon.workers.prefill.worker import PrefillWorker
 from halfmoon.workers.worker import WorkerConfig
+from tests.guardian import cluster_name
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "docker" / "observability"
@@ -92,7 +93,7 @@ async def processes(url: str, scratch: Path) -> AsyncIterator[dict[str, Collecto
         await conductor.refresh()
         registries["conductor"].register(conductor)
         config = StoreConfig(
-            cluster=scratch.name,
+            cluster=cluster_name(),
             node_id="n",
             layout=SMALL,
             slots=4,
