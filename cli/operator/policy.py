@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -20,17 +19,17 @@ from halfmoon.bus.errors import PeerUnreachable, StreamRefused
 from halfmoon.bus.jetstream import NO_STREAM
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, existing_streams
 from halfmoon.conductor.plugins import policy_title
+from halfmoon.conductor.view.asking import caught_up_status
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import one_line
 from halfmoon.schemas.events import PolicyChanged
 from halfmoon.schemas.numbers import MS_NS, SECOND_NS
 from halfmoon.schemas.policy import Policy
-from halfmoon.schemas.status import ConductorStatus, StatusRequest
+from halfmoon.schemas.status import ConductorStatus
 
 ANSWER_S = 2.0
 #: For a conductor that is reading the log.
 READING_S = 2.0
-LOOK_S = 0.02
 NO_CONDUCTOR = "no conductor answers"
 #: For the log to take the change.
 STORED_S = 10.0
@@ -131,28 +130,19 @@ async def _put_in_force(bus: Bus, policy: Policy) -> None:
     try:
         async with asyncio.timeout(IN_FORCE_S):
             while (await conductor_status(bus)).seq < seq:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(0.02)
     except TimeoutError:
         raise OptionInvalid(f"the change is event {seq} of the log; no conductor has read it yet") from None
 
 
 async def conductor_status(bus: Bus) -> ConductorStatus:
-    """By any conductor that has read the log: before that it knows neither policy nor workers.
-
-    Raises OptionInvalid where none answers, or none that has read the log.
-    """
-    deadline = time.monotonic() + READING_S
-    while True:
-        try:
-            status = await bus.request(
-                subjects.status(subjects.CONDUCTORS), StatusRequest(), ConductorStatus, timeout_s=ANSWER_S
-            )
-        except PeerUnreachable:
-            raise OptionInvalid(NO_CONDUCTOR) from None
-        if status.caught_up:
-            return status
-        if time.monotonic() > deadline:
-            raise OptionInvalid(
-                f"conductor {status.conductor_id} is still reading the log, at event {status.seq}: ask again"
-            )
-        await asyncio.sleep(LOOK_S)
+    """By any conductor. Raises OptionInvalid where none answers, or none that has read the log."""
+    try:
+        status = await caught_up_status(bus, answer_s=ANSWER_S, reading_s=READING_S)
+    except PeerUnreachable:
+        raise OptionInvalid(NO_CONDUCTOR) from None
+    if not status.caught_up:
+        raise OptionInvalid(
+            f"conductor {status.conductor_id} is still reading the log, at event {status.seq}: ask again"
+        )
+    return status

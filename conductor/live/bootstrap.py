@@ -13,10 +13,10 @@ from halfmoon.bus.errors import PeerUnreachable
 from halfmoon.conductor.code_version import LOG_VERSION, code_version
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.log_reading import LogUnreadable, log_start_seq, usable_snapshot
+from halfmoon.conductor.view.asking import caught_up_status
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import ClusterConfigured
 from halfmoon.schemas.policy import Policy
-from halfmoon.schemas.status import ConductorStatus, StatusRequest
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +58,6 @@ async def bootstrap_core(
 async def _others(bus: Bus) -> bool:
     """True when a conductor that has read the log answers."""
     try:
-        answer = await bus.request(
-            subjects.status(subjects.CONDUCTORS), StatusRequest(), ConductorStatus, timeout_s=OTHERS_S
-        )
+        return (await caught_up_status(bus, answer_s=OTHERS_S, reading_s=OTHERS_S)).caught_up
     except PeerUnreachable:
         return False
-    return answer.caught_up

@@ -21,6 +21,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself
 from halfmoon.schemas.events import ClusterConfigured, WorkerHeartbeat
 from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.status import ConductorStatus, StatusRequest
 from tests.bus.expiry import expire
 from tests.eventually import BOUND_S
 from tests.nats_in_process import in_process
@@ -159,6 +160,28 @@ async def test_without_head_and_snapshot_a_conductor_does_not_disturb_one_that_r
         async with conductor(nats_url, "c2"):
             last = await say(bus, arrived())
             assert (await reach(bus, last, "c2")).digest == (await reach(bus, last)).digest
+
+
+async def test_a_conductor_that_is_reading_the_log_does_not_speak_for_one_that_has_read_it(
+    nats_url: str,
+) -> None:
+    """The first answer is of one that is still reading: it must not let the late one begin the log anew."""
+    told: list[bool] = []
+
+    def answer(_: StatusRequest) -> ConductorStatus:
+        told.append(bool(told))
+        return ConductorStatus(conductor_id="c0", seq=1, digest="", caught_up=told[-1], policy=QUIET)
+
+    async with client(nats_url) as bus:
+        async with conductor(nats_url, policy=QUIET):
+            last = await say(bus, *CLUSTER)
+            await reach(bus, last)
+        await expire(bus, subjects.EVENTS_STREAM, before=4)
+        await bus.serve(subjects.status(subjects.CONDUCTORS), StatusRequest, answer)
+        with pytest.raises(LogUnreadable, match="other conductors have saved no snapshot"):
+            await first_step(nats_url)
+        assert told == [False, True]
+        assert await bus.last_seq() == last
 
 
 async def test_events_that_expired_unread_are_told_from_bytes_that_are_no_event(nats_url: str) -> None:
