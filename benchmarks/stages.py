@@ -27,6 +27,7 @@ from halfmoon.schemas.events import ClusterConfigured, PolicyChanged, PrefillFin
 
 FLAGS = ("--prefill", "2", "--decode", "1", "--prefill-group", "2", "--dtype", "float32", "--pool-mib", "512")
 PAUSE_S = 1.0
+#: Rounds that there may be for each that is wanted.
 ROUNDS_MORE = 4
 
 
