@@ -19,6 +19,8 @@
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
 #   make bench-check        environment, then each of them in its short form: does it run, and pass its own checks? Measures nothing
+#   make bench-dynamo       environment, then requests a second over HTTP beside NVIDIA Dynamo, by turns, into results/
+#                           (HALFMOON_DYNAMO names the Python that has it, HALFMOON_DYNAMO_MODEL the directory of a model)
 #   make bench-vllm-router  environment, then what is found in the cache behind vllm-router, by KV events and in turn, into
 #                           results/ (HALFMOON_VLLM_ROUTER names its program)
 #   make bench-vllm-tier    environment with tools, then times to the first token of a real vLLM from the store and by its own
@@ -58,7 +60,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-delays test-attention test-clocks test-vllm test-vllm-tier test-vllm-fleet test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-vllm-router bench-vllm-tier experiments experiments-check nightly golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-delays test-attention test-clocks test-vllm test-vllm-tier test-vllm-fleet test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-dynamo bench-vllm-router bench-vllm-tier experiments experiments-check nightly golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -130,6 +132,9 @@ bench: $(RUN_STAMP)
 
 bench-check: $(RUN_STAMP)
 	@.ci/bench-check $(BENCH) $(COMPARISONS)
+
+bench-dynamo: $(RUN_STAMP)
+	$(BIN)/python benchmarks/dynamo_edge.py --save dynamo_edge $(ARGS)
 
 bench-vllm-router: $(RUN_STAMP)
 	$(BIN)/python benchmarks/vllm_router.py --save vllm_router $(ARGS)

@@ -20,6 +20,7 @@ NOT_IN_BENCH = {
     "structure": "counts what another checkout and this one are built of, of which `make bench` has one",
     "turns": "measures another checkout and this one by turns, of which `make bench` has one",
     "experiments": "`make experiments`",
+    "dynamo_edge": "needs a Dynamo that is not installed here, `make bench-dynamo`",
     "vllm_router": "needs a program that is not installed here, `make bench-vllm-router`",
     "vllm_tier": "needs a vLLM that is not installed here, `make bench-vllm-tier`",
     "figures": "makes pages of what is measured already, `make docs`",
@@ -29,7 +30,7 @@ NOT_IN_BENCH = {
 #: What measures nothing by itself, or, as the experiments do, on no clock.
 NO_SHORT_FORM = {"experiments", "figures", "mooncake_store", "workloads"}
 #: What runs nowhere but where somebody installed more.
-NEEDS_MORE = {"vllm_router", "vllm_tier"}
+NEEDS_MORE = {"dynamo_edge", "vllm_router", "vllm_tier"}
 
 
 def named(variable: str) -> list[str]:
