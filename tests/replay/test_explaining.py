@@ -60,7 +60,15 @@ def test_every_placement_and_refusal_is_explained_by_what_it_was_decided_on(
                         decision.decode_worker_id,
                     )
                     assert decision.fetches == chosen.fetches
-                    assert chosen in why.prefill
+                    if chosen.reference is None:
+                        assert chosen in why.prefill
+                    else:  # it was looked for at the chosen worker alone
+                        assert [
+                            each.prefill_ns > chosen.prefill_ns
+                            for each in why.prefill
+                            if (each.worker_id, each.queue_ns, each.fetches)
+                            == (chosen.worker_id, chosen.queue_ns, chosen.fetches)
+                        ] == [True]
                     assert other in why.decode
                     assert decision.predicted.prefill_ns == chosen.prefill_ns
                     reasons = prefill_reasons(why, chosen.worker_id)

@@ -208,7 +208,8 @@ def test_a_slow_network_is_felt(conversation: list[Arrival]) -> None:
         )
         for bytes_s in (100_000_000_000, 500_000_000)
     )
-    assert slow.service.token_reuse < fast.service.token_reuse
+    # What is not fetched may be found on the spot later, so that as much is reused in the end.
+    assert slow.service.hits_by_source["fetched"] < fast.service.hits_by_source["fetched"] / 2
     assert slow.service.tbt_ms.p90 > fast.service.tbt_ms.p90
 
 

@@ -165,6 +165,7 @@ def test_a_small_cache_is_measured_with_prompts_that_outgrow_it(
 
 
 @pytest.mark.slow
+@pytest.mark.realtime
 def test_a_real_engine_is_measured_once(
     small_model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
