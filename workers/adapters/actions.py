@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from halfmoon.schemas.kv import PrefillResult
 from halfmoon.workers.decode.actions import AnswerResend, Deliver, EndSpan
 from halfmoon.workers.machines import Announce, Report, TakeTokens
 
@@ -24,6 +25,13 @@ class HangUp(msgspec.Struct, frozen=True):
     order_id: str
 
 
+class TellDecode(msgspec.Struct, frozen=True):
+    """To the adapter of the decode half: the prompt is computed, and where its KV is."""
+
+    decode_worker_id: str
+    result: PrefillResult
+
+
 class StepSeen(msgspec.Struct, frozen=True):
     """One step of the engine, inferred from the times of its tokens."""
 
@@ -32,4 +40,15 @@ class StepSeen(msgspec.Struct, frozen=True):
     context_tokens: int
 
 
-Action = TakeTokens | AskEngine | HangUp | Deliver | Report | AnswerResend | Announce | EndSpan | StepSeen
+Action = (
+    TakeTokens
+    | AskEngine
+    | HangUp
+    | Deliver
+    | Report
+    | TellDecode
+    | AnswerResend
+    | Announce
+    | EndSpan
+    | StepSeen
+)
