@@ -246,6 +246,7 @@ def test_an_engine_that_cannot_have_the_kv_computes_it(how: Any) -> None:
     again = hears(state, how)
     assert reports(again) == []
     assert asked(again) == [{name: each for name, each in body.items() if name != "kv_transfer_params"}]
+    assert [bool(action.computes_again) for action in again] == [True]
     # Once: what it refuses then, it refuses for another reason.
     (failed,) = reports(hears(state, how))
     assert isinstance(failed, DecodeFailed)

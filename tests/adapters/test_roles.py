@@ -133,6 +133,7 @@ async def test_kv_that_is_gone_before_the_other_engine_has_it_is_computed(fleet:
     said = await fleet.ask(prompt(9))
     fleet.fault("lose lent", on=False)
     assert said["token_ids"] == answer(prompt(9), 4)
+    assert "the engine cannot have a prompt's KV" in fleet.cluster.output(said["decode_worker"])
     told, again = fleet.engines[said["decode_worker"]].asked()[-2:]
     assert (told["end"], told["drawn"], again["drawn"]) == ("not fetched", 0, 4)
 

@@ -17,6 +17,8 @@ class AskEngine(msgspec.Struct, frozen=True):
     order_id: str
     body: dict[str, Any]
     block_keys: bytes
+    #: Why it computes a prompt whose KV another engine has; "": it does not.
+    computes_again: str = ""
 
 
 class HangUp(msgspec.Struct, frozen=True):

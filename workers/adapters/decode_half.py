@@ -101,7 +101,7 @@ class DecodeAdapterState(AdapterState):
             super().broke(request, event)
         else:
             self.recomputed.add(request.sequence.order_id)
-            self.ask(request)
+            self.ask(request, event.reason)
 
     def failure(self, request: AdaptedRequest) -> type[PrefillFailed | DecodeFailed]:
         return DecodeFailed

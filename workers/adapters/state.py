@@ -215,7 +215,7 @@ class AdapterState:
         for token_id in sequence.replay:
             sequence.add(SampledToken(token_id=token_id), self.now_ns)
 
-    def ask(self, request: AdaptedRequest) -> None:
+    def ask(self, request: AdaptedRequest, computes_again: str = "") -> None:
         sequence = request.sequence
         try:
             body = self.body(request)
@@ -223,7 +223,7 @@ class AdapterState:
             wrong = EngineRefusal(status=400, param=lack.param)
             self.fail(request, str(lack), retryable=False, refusal=wrong)
             return
-        self.out.append(AskEngine(sequence.order_id, body, sequence.block_keys))
+        self.out.append(AskEngine(sequence.order_id, body, sequence.block_keys, computes_again))
 
     def body(self, request: AdaptedRequest) -> dict[str, Any]:
         """The request to the engine. Raises Unanswerable."""

@@ -65,6 +65,9 @@ FETCHES_PLANNED = (
     "the conductors plan to move KV to this engine, which computes it: a fleet of engines wants the policy "
     "local_cache_aware (halfmoon policy set name=local_cache_aware)"
 )
+PROMPTS_RECOMPUTED = (
+    "the engine cannot have a prompt's KV from the one that computed it, and computes it again"
+)
 LOOK_S, LOOK_AGAIN_S = 1.0, 0.2
 #: An engine that has not answered this many times in a row is gone.
 AWAY_MAX = 2
@@ -110,7 +113,8 @@ class AdapterWorker(Worker):
         )
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._look = asyncio.Event()
-        self._fetches_seen = False
+        #: Its log has the warning.
+        self._fetches_seen = self._recomputing = False
         #: Callers that wait for the next look at the engine to find it there.
         self._lookers: list[asyncio.Future[None]] = []
 
@@ -190,6 +194,11 @@ class AdapterWorker(Worker):
                 subject = subjects.tokens(action.frontend_id, self.config.worker_id)
                 self.bus.publish_soon(subject, action.message)
             case AskEngine():
+                if action.computes_again and not self._recomputing:
+                    self._recomputing = True
+                    log.warning(
+                        "%s: %s: %s", self.config.worker_id, PROMPTS_RECOMPUTED, action.computes_again
+                    )
                 task = self.spawn(self._ask(action))
                 self._asking[action.order_id] = task
                 task.add_done_callback(functools.partial(self._asked, action.order_id))
