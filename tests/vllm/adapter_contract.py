@@ -65,7 +65,7 @@ found = {
     "top_k": params.top_k,
     "seed": params.seed,
     "asks_for_place": (half.extra_args or {}).get("kv_transfer_params"),
-    "ends_by_length_alone": [half.max_tokens, half.min_tokens, half.ignore_eos, half.stop_token_ids],
+    "ends_by_length_alone": [half.min_tokens, half.ignore_eos, half.stop_token_ids],
     "place": [
         "kv_transfer_params" in kind.model_fields for kind in (CompletionResponse, CompletionStreamResponse)
     ],

@@ -72,5 +72,5 @@ def test_our_request_is_understood_field_by_field(said: dict[str, Any]) -> None:
 
 def test_a_prefill_half_gets_its_place_in_an_answer_that_is_not_streamed(said: dict[str, Any]) -> None:
     assert said["asks_for_place"]["do_remote_decode"] is True
-    assert said["ends_by_length_alone"] == [1, 0, True, []]
+    assert said["ends_by_length_alone"] == [0, True, []]
     assert said["place"] == [True, False]

@@ -115,8 +115,8 @@ def prefill_body_of(
     model: str, salt: str, prompt: list[int], known: list[int], sampling: Sampling
 ) -> dict[str, Any]:
     """The request that has an engine compute the prompt and keep its KV for another one. Raises Unanswerable."""
-    # Its token goes to nobody. But an engine keeps KV for another one only where the length has ended the answer, so
-    # nothing else may end it.
+    # Its token goes to nobody. But older releases keep KV for another engine only where the length has ended an answer,
+    # so nothing else may end it.
     drawn = msgspec.structs.replace(sampling, ignore_eos=True, stop_token_ids=[], min_tokens=0, logprobs=-1)
     return body_of(model, salt, prompt, known, len(known) + 1, drawn) | {
         # Lines of a stream have no kv_transfer_params.
