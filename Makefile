@@ -13,7 +13,7 @@
 #   make test-vllm          environment with tools, then the same 498 requests to a real vLLM and to a cluster, compared (HALFMOON_VLLM
 #                           names its program, HALFMOON_VLLM_MODEL a model's directory, made by tests/vllm/make_model.py)
 #   make test-vllm-tier     the store under that vLLM: its real classes, engines that share it, agents that are killed (docs/vllm.md)
-#   make test-vllm-fleet    two of that vLLM behind the conductor, one of them killed in mid-answer (docs/vllm.md)
+#   make test-vllm-fleet    two of that vLLM behind the conductor, one killed in mid-answer; two that do one half each (docs/vllm.md)
 #   make test-sglang        the store under SGLang's own storage class, which pip brings (docs/sglang.md)
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package

@@ -19,6 +19,7 @@ from halfmoon.bus.credentials import private_directory
 from halfmoon.cli.declared import add_options, options_of
 from halfmoon.cli.local.cluster import LocalCluster
 from halfmoon.cli.local.credentials import credentials_of
+from halfmoon.cli.local.engines import adapted_engines
 from halfmoon.cli.options import DEFAULT_CLUSTER, OptionInvalid, add_bus, add_config, state_directory
 from halfmoon.cli.processes.lifecycle import raise_open_files_limit
 from halfmoon.cli.processes.options import PolicyOptions, policy_of
@@ -54,6 +55,11 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
             "URL",
         ),
     ] = ()
+    adapt_vllm_prefill: Annotated[
+        tuple[str, ...],
+        option("as --adapt-vllm, a prefill worker, whose KV the vLLMs of --adapt-vllm-decode get", "URL"),
+    ] = ()
+    adapt_vllm_decode: Annotated[tuple[str, ...], option("as --adapt-vllm, a decode worker", "URL")] = ()
     conductors: Annotated[int, Meta(ge=1)] = 1
     port: Annotated[int, option("HTTP port (default: 8000, or a free one)")] = 0
     metrics_port: Annotated[int, option("serve metrics at ports from this on (default: no)")] = 0
@@ -93,7 +99,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     count_nodes(args)
-    if args.adapt_vllm and args.policy == Policy().name:  # which moves KV, and no engine's KV moves
+    if adapted_engines(args) and args.policy == Policy().name:  # which moves KV, and no engine's KV moves
         args.policy = "local_cache_aware"
     for kind in OPTIONS:
         options_of(kind, args)
@@ -146,7 +152,8 @@ async def run(args: argparse.Namespace) -> int:
 
 def count_nodes(args: argparse.Namespace) -> None:
     """Set each role's default number of nodes: with mixed workers there need be no others. Raises OptionInvalid."""
-    whole = bool(args.mixed or args.adapt_vllm)
+    engines = adapted_engines(args)
+    whole = bool(args.mixed or engines)
     for role in WORKER_ROLES:
         pair = role in ELASTIC_ROLES
         if getattr(args, role) is None:
@@ -157,6 +164,12 @@ def count_nodes(args: argparse.Namespace) -> None:
     if bool(args.prefill) != bool(args.decode):
         raise OptionInvalid(
             "--prefill and --decode: some of both, or with --mixed or --adapt-vllm none of either"
+        )
+    if bool(args.adapt_vllm_prefill) != bool(args.adapt_vllm_decode):
+        raise OptionInvalid("--adapt-vllm-prefill and --adapt-vllm-decode: some of both, or none of either")
+    if args.adapt_vllm_prefill and args.prefill:
+        raise OptionInvalid(
+            "--adapt-vllm-prefill: its KV does not come to decode workers of --decode, nor theirs to an engine"
         )
     if args.attention and not args.decode:
         raise OptionInvalid("--attention: its KV is that of decode workers, of which there are none")
@@ -172,8 +185,8 @@ def _print_addresses(cluster: LocalCluster, directory: Path) -> None:
     nodes = [f"{args.prefill} prefill and {args.decode} decode nodes{attention}"] if args.decode else []
     if args.mixed:
         nodes.append(f"{args.mixed} mixed node{'s' * (args.mixed > 1)}")
-    if args.adapt_vllm:
-        nodes.append(f"{len(args.adapt_vllm)} vLLM{'s' * (len(args.adapt_vllm) > 1)}")
+    if engines := adapted_engines(args):
+        nodes.append(f"{len(engines)} vLLM{'s' * (len(engines) > 1)}")
     cluster.say(f"ready: {', '.join(nodes)}")
     print(
         f"\n  NATS  {args.nats}\n  HTTP  {cluster.http}\n{metrics}\n"

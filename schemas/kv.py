@@ -1,7 +1,7 @@
 """KV progress: messages to a decode or prefill worker about a running transfer.
 
 KV stream, short retention, ≤ 4 KiB each (but for the `TransferOpened` of a long prompt, and a `PrefillResult` with
-log probabilities of one).
+log probabilities of one, or with an engine's blocks).
 
 Subject: `halfmoon.kv.<worker that waits>.<type>.<author>`. Store agents send all but `PrefillResult`, because they know
 first when a write has become readable: `author` is their node, or the prefill worker.
@@ -9,11 +9,16 @@ first when a write has become readable: `author` is their node, or the prefill w
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Annotated, get_args
+
+from msgspec import Meta
 
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.similar import SimilarReuse
-from halfmoon.schemas.types import Blocks, Bytes, Count, Id, LayersOfRun, Message, Ns, Text, Tokens
+from halfmoon.schemas.types import Blocks, Bytes, Count, Id, LayersOfRun, Message, Ns, Part, Text, Tokens
+
+#: An engine names each of its blocks: those of a prompt of half a million tokens, by 16.
+ENGINE_PARAMS_MAX = 256 << 10
 
 
 class TransferOpened(Message, frozen=True):
@@ -60,6 +65,16 @@ class TransferFailed(Message, frozen=True):
     reason: Text
 
 
+class EngineKv(Part, frozen=True):
+    """The KV of a prompt lies in an engine of another's; a decode engine of its kind gets it there by itself."""
+
+    #: What the prefill engine says of the place (vLLM's `kv_transfer_params`, JSON); "": it says nothing. Then the
+    #: decode engine finds the KV in a store that both have, or computes it.
+    params: Annotated[str, Meta(max_length=ENGINE_PARAMS_MAX)] = ""
+    #: Tokens that it is of: the prompt, and what the client had of the answer.
+    tokens: Tokens = 0
+
+
 class PrefillResult(Message, frozen=True):
     """From the prefill worker: the first token, drawn from the last prompt token's logits, and how prefill went.
 
@@ -77,6 +92,8 @@ class PrefillResult(Message, frozen=True):
     finished_at_ns: Ns
     #: KV of a similar prompt stood in for some of it: it is shared with nobody. None: all is the prompt's own.
     similar: SimilarReuse | None = None
+    #: From an adapter. None: the KV comes through the pool of the decode worker's node.
+    engine_kv: EngineKv | None = None
 
 
 KvMessage = TransferOpened | KvReady | KvLoaded | TransferFailed | PrefillResult

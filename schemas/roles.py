@@ -20,7 +20,7 @@ Duty = Literal["prompts", "batch", "holds"]
 MemberRole = Literal[WorkerRole, "store", "frontend"]
 #: How a process is a member: by `WorkerJoined`, `StoreJoined`, `FrontendJoined`, or not at all.
 Membership = Literal["worker", "store", "frontend", "none"]
-#: "adapt": the adapter of an engine of another's, a mixed worker and the store of its node in one process.
+#: "adapt": the adapter of an engine of another's, a worker and the store of its node in one process.
 ProcessRole = Literal["conductor", "adapt", MemberRole]
 
 
@@ -149,7 +149,8 @@ ROLES: dict[ProcessRole, RoleTraits] = {
             ),
         ),
     ),
-    # Both that it is: a mixed worker, which may also fail an answer that is begun, and the store of its node.
+    # All that it may be: a mixed worker, which may also fail an answer that is begun, a prefill or a decode worker, and
+    # the store of its node.
     "adapt": RoleTraits(
         member="worker",
         has_secret=False,
@@ -158,11 +159,18 @@ ROLES: dict[ProcessRole, RoleTraits] = {
         nodes_min=0,
         rights=Rights(
             events=(*rights.WORKER_EVENTS, *rights.MIXED_EVENTS, "DecodeFailed", *rights.STORE_EVENTS),
-            publish=(*_DRAWS, *rights.PLACES, *rights.MISSED_DECISIONS, rights.ANSWERS),
+            publish=(
+                subjects.kv("*", "PrefillResult", ME),
+                *_DRAWS,
+                *rights.PLACES,
+                *rights.MISSED,
+                rights.ANSWERS,
+            ),
             hear=(
                 rights.INBOX,
                 subjects.decisions_for(ME),
                 subjects.give(ME, "*"),
+                subjects.kv_for(ME),
                 subjects.resend(ME, "*"),
             ),
         ),

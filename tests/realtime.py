@@ -59,6 +59,7 @@ FILES = {
 }
 #: Within those folders. Few or none of their tests do, and these are marked one by one.
 MARKED_WITHIN = {
+    "adapters/test_adapter_halves.py",
     "adapters/test_adapter_state.py",
     "adapters/test_engine_blocks.py",
     "bus/test_permission_table.py",
@@ -100,7 +101,13 @@ ELSEWHERE = {
     "rdma/test_two_hosts.py",
 }
 #: One process runs all tests of these, one after the other: a cluster has more processes than the machine has cores.
-CLUSTERS = {"adapters/test_fleet.py", "cluster", "replay/test_cluster_log.py", "test_guardian.py"}
+CLUSTERS = {
+    "adapters/test_fleet.py",
+    "adapters/test_roles.py",
+    "cluster",
+    "replay/test_cluster_log.py",
+    "test_guardian.py",
+}
 
 
 def is_realtime(path: str) -> bool:

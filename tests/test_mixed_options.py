@@ -38,6 +38,10 @@ FAST = Layout(
 )
 
 
+#: One that prefills, one that decodes.
+ENGINES = ("--adapt-vllm-prefill", "http://a", "--adapt-vllm-decode", "http://b")
+
+
 def nodes(*words: str) -> tuple[int, int, int, int]:
     parser = argparse.ArgumentParser()
     add(parser)
@@ -53,6 +57,8 @@ def nodes(*words: str) -> tuple[int, int, int, int]:
         (("--mixed", "1"), (0, 0, 1, 0)),
         (("--mixed", "2", "--prefill", "1", "--decode", "3"), (1, 3, 2, 0)),
         (("--prefill", "1"), (1, 2, 0, 0)),
+        (ENGINES, (0, 0, 0, 0)),
+        ((*ENGINES, "--mixed", "1"), (0, 0, 1, 0)),
     ],
 )
 def test_with_mixed_workers_there_need_be_no_others(words: tuple[str, ...], counts: tuple[int, ...]) -> None:
@@ -66,6 +72,11 @@ def test_with_mixed_workers_there_need_be_no_others(words: tuple[str, ...], coun
         (("--mixed", "1", "--prefill", "1"), "some of both, or with --mixed or --adapt-vllm none of either"),
         (("--mixed", "-1"), "at least"),
         (("--mixed", "1", "--attention", "1"), "--attention: its KV is that of decode workers"),
+        (
+            ("--adapt-vllm-prefill", "http://a"),
+            "--adapt-vllm-prefill and --adapt-vllm-decode: some of both, or none of either",
+        ),
+        ((*ENGINES, "--prefill", "1", "--decode", "1"), "its KV does not come to decode workers of --decode"),
     ],
 )
 def test_counts_that_serve_nobody_are_refused(words: tuple[str, ...], message: str) -> None:

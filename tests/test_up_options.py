@@ -21,6 +21,8 @@ from halfmoon.schemas.roles import WORKER_ROLES
 OWN = {
     *WORKER_ROLES,
     "adapt_vllm",
+    "adapt_vllm_prefill",
+    "adapt_vllm_decode",
     "conductors",
     "port",
     "metrics_port",

@@ -20,6 +20,7 @@ from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.cli import model as models
 from halfmoon.cli.local.credentials import credentials_of, make_credentials
+from halfmoon.cli.local.engines import adapted_engines
 from halfmoon.cli.local.flags import DRAIN_S, process_flags, secret_environment, worker_flags
 from halfmoon.cli.local.forked import ForkServer
 from halfmoon.cli.local.log_server import LogServer, begin_log
@@ -188,9 +189,8 @@ class LocalCluster:
             own = {"node": node, "id": node, **worker_flags(args, role)}
             await self._child(node, role, own, node_number=count)
             names.add(node)
-        for number, url in enumerate(args.adapt_vllm):
-            name = f"vllm-{number}"
-            await self._child(name, "adapt", {"id": name, "url": url}, words=("vllm",))
+        for name, role, url in adapted_engines(args):
+            await self._child(name, "adapt", {"id": name, "role": role, "url": url}, words=("vllm",))
             names.add(name)
         http_port = self.http_port or self._ports.take(8000)
         scheme = "https" if args.ssl_certfile else "http"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from halfmoon.bus.credentials import make_all
 from halfmoon.bus.permissions import Identity, authorization, cluster_identities
+from halfmoon.cli.local.engines import adapted_engines
 from halfmoon.schemas import subjects
 from halfmoon.schemas.roles import WORKER_ROLES
 
@@ -28,7 +29,7 @@ def make_credentials(args: argparse.Namespace, directory: Path) -> str:
         frontends=1,
         workers={role: getattr(args, role) for role in WORKER_ROLES},
         elastic=args.elastic != "off",
-        engines=len(args.adapt_vllm),
+        engines=len(adapted_engines(args)),
     )
     identities.append(Identity(role="supervisor", name=subjects.SUPERVISOR))
     return authorization(make_all(credentials_of(directory), identities))

@@ -21,7 +21,6 @@ from halfmoon.cli.shared_options import ModelOptions, ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.roles import ROLES
 from halfmoon.workers.adapters.options import EVENTS_PORT, AdapterOptions
 from halfmoon.workers.model.loading.files import ModelConfig, load_config
 
@@ -48,7 +47,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     from halfmoon.workers.adapters.engine_api import EngineApi
 
-    _check(options_of(AdapterOptions, args))
+    options_of(AdapterOptions, args)
     layout, config = _layout(args), load_config(args.model)
     key = read_option_file("--engine-key-file", args.engine_key_file).strip() if args.engine_key_file else ""
     api = EngineApi(args.url, key=key)
@@ -65,14 +64,6 @@ async def run(args: argparse.Namespace) -> int:
     finally:
         await api.close()
     return 0
-
-
-def _check(options: AdapterOptions) -> None:
-    if not ROLES[options.role].duties >= {"prompts", "batch"}:
-        raise OptionInvalid(
-            f"--role {options.role}: an engine is adapted as a mixed worker; prefill and decode apart "
-            "(kv_transfer_params) are not built"
-        )
 
 
 def _layout(args: argparse.Namespace) -> Layout:
@@ -160,7 +151,7 @@ async def _work(
     from halfmoon.workers.adapters.worker import AdaptedModel, AdapterMetrics, AdapterWorker
     from halfmoon.workers.worker import WorkerConfig
 
-    tracing = start_tracing(args, "mixed", args.id)
+    tracing = start_tracing(args, args.role, args.id)
     bus = await connect(args, args.id)
     worker = AdapterWorker(
         bus,
@@ -174,14 +165,15 @@ async def _work(
             kv_blocks=facts.cache_tokens // layout.block_tokens,
             context_tokens_max=facts.context_tokens,
             batch_max=args.engine_batch_max,
-            token_budget=args.engine_token_budget,
+            token_budget=args.engine_token_budget if args.role == "mixed" else 0,
         ),
         AdaptedModel(facts.model, config.vocab, frozenset(config.eos_token_ids)),
+        args.role,
     )
     worker.tracing = tracing
     await worker.start()
     await say_takes_orders(bus, f"adapter {args.id}")
-    registry = process_registry(bus, role="mixed", process_id=args.id, node_id=args.id)
+    registry = process_registry(bus, role=args.role, process_id=args.id, node_id=args.id)
     registry.register(worker.metrics)
     registry.register(AdapterMetrics(mirror))
     try:

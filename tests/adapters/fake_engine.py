@@ -3,8 +3,9 @@
     fake_engine.py PORT [--block-tokens 16] [--blocks 512] [--token-us 50] [--no-events] …
 
 The next token is a hash of all before it, so an answer that is begun at one engine and goes on at another is the same
-as at one. `GET /asked` tells what it was asked and what became of it; `POST /fault` has it lie, forget, fall silent, or
-hold its answers after some tokens.
+as at one. With `--connector` it keeps the KV of prompts for other engines, and gets it from them, as vLLM's
+NixlConnector does (`kv_transfer_params`). `GET /asked` tells what it was asked and what became of it; `POST /fault` has
+it lie, forget, fall silent, or hold its answers after some tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections import OrderedDict, deque
 from typing import Any
 
+import aiohttp
 import msgspec
 import xxhash
 import zmq
@@ -54,6 +56,9 @@ class Engine:
         self.let_go = asyncio.Event()
         self.let_go.set()
         self.breaks = 0
+        #: KV of prompts that another engine will get, by the request's number here.
+        self.lent: dict[str, list[int]] = {}
+        self.loses_lent = False
         # KV events.
         self.seq, self.kept = args.first_seq, deque[tuple[int, bytes]](maxlen=args.kept)
         context = zmq.asyncio.Context()
@@ -133,9 +138,40 @@ class Engine:
 
     # --- HTTP -----------------------------------------------------------------------------------------------
 
+    def keep(self, tokens: list[int], drawn: int, reason: str | None) -> dict[str, Any] | None:
+        """Where another engine gets the KV of the prompt; None: it does not."""
+        if not self.args.connector or reason != "length":
+            return None
+        name = f"kv-{len(self.lent)}"
+        self.lent[name] = [] if self.loses_lent else tokens[: len(tokens) - drawn]
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": f"engine-{self.args.port}",
+            "remote_request_id": name,
+            "remote_block_ids": list(range(len(self.blocks_of(tokens, "")))),
+            "remote_host": "127.0.0.1",
+            "remote_port": self.args.port,
+        }
+
+    async def give(self, request: web.Request) -> web.Response:
+        """To another engine, once."""
+        tokens = self.lent.pop(request.match_info["name"], None)
+        return web.json_response(tokens, status=404 if tokens is None else 200)
+
+    async def fetched(self, params: dict[str, Any], tokens: list[int]) -> bool:
+        """Whether another engine had the KV of all these tokens."""
+        place = f"http://{params['remote_host']}:{params['remote_port']}/lent/{params['remote_request_id']}"
+        try:
+            async with aiohttp.ClientSession() as session, session.post(place) as response:
+                return bool(await response.json() == tokens)
+        except aiohttp.ClientError:
+            return False
+
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if refuses := self.refuses:
+        params = body.get("kv_transfer_params") or {}
+        if (refuses := self.refuses) and (not refuses.get("lent_only") or params.get("do_remote_prefill")):
             status, error = refuses["status"], refuses["error"]
             if not refuses.get("streamed"):
                 headers = refuses.get("headers")
@@ -146,11 +182,19 @@ class Engine:
         about = {"prompt": len(tokens), "cached": 0, "drawn": 0, "end": "", "salt": salt, "body": body}
         self.asked.append(about)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
+        if body["stream"]:
+            await response.prepare(request)
         self.running += 1
         try:
             async with self.computing:
                 about["cached"] = self.cached(tokens, salt)
+                if self.args.connector and params.get("do_remote_prefill"):
+                    if not await self.fetched(params, tokens):
+                        about["end"] = "not fetched"
+                        error = {"error": {"message": "KV load failure", "code": 500}}
+                        await response.write(b"data: " + json.dumps(error).encode() + b"\n\n")
+                        return response
+                    about["cached"] = len(tokens) - 1
                 await asyncio.sleep((len(tokens) - about["cached"]) * self.args.token_us / 1e6)
                 self.store(tokens, salt)
             for drawn in range(1, body["max_tokens"] + 1):
@@ -166,6 +210,14 @@ class Engine:
                 reason = "length" if drawn == body["max_tokens"] else None
                 ids = None if self.args.no_token_ids else tokens[-1:]
                 choice = {"index": 0, "text": "", "token_ids": ids, "finish_reason": reason}
+                if not body["stream"]:
+                    if reason is None:
+                        continue
+                    about["end"] = reason
+                    answer = {"choices": [choice]}
+                    if params.get("do_remote_decode"):
+                        answer["kv_transfer_params"] = about["kept"] = self.keep(tokens, drawn, reason)
+                    return web.json_response(answer)
                 await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
             self.store(tokens[:-1], salt)
             about["end"] = "length"
@@ -223,6 +275,10 @@ class Engine:
                 self.breaks = body["answers"]
             case "let go":
                 self.let_go.set()
+            case "lose lent":  # what it keeps for other engines
+                self.loses_lent = body["on"]
+            case "connector":
+                self.args.connector = body["on"]
             case "forget":  # nobody can ask for them any more
                 self.kept.clear()
             case "clear":
@@ -250,6 +306,7 @@ class Engine:
                 web.post("/tokenize", self.tokenize),
                 web.get("/health", self.health),
                 web.get("/asked", self.tell_asked),
+                web.post("/lent/{name}", self.give),
                 web.post("/fault", self.fault),
             ]
         )
@@ -273,6 +330,7 @@ def main() -> None:
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--no-salts", action="store_true")
     parser.add_argument("--no-token-ids", action="store_true")
+    parser.add_argument("--connector", action="store_true")
     asyncio.run(Engine(parser.parse_args()).run())
 
 

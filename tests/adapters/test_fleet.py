@@ -3,56 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
-import nats
 import pytest
 
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartMixed
 from halfmoon.schemas.events import DecodeFailed, PolicyChanged, WorkerLeft
-from tests.adapters.fake_engine import next_token
-from tests.adapters.fleet import OTHER, AdaptedFleet, explained
+from tests.adapters.fake_fleet import PROMPT_BLOCKS, PROMPT_TOKENS, FakeFleet, answer, prompt
+from tests.adapters.fleet import OTHER, explained
 from tests.adapters.harness import FakeEngine, fake_engines
 from tests.chaos.live import replayed
 from tests.cluster.harness import PATIENT, Cluster, running
 from tests.eventually import eventually, within
-
-#: Ten whole blocks of the cluster's, and a little more: computed anew it takes a hundred times as long as what is left.
-PROMPT_TOKENS, PROMPT_BLOCKS = 2_580, 10
-
-
-class FakeFleet(AdaptedFleet):
-    """The cluster and its engines, by the names of their workers."""
-
-    def __init__(self, cluster: Cluster, engines: list[FakeEngine], nc: nats.NATS) -> None:
-        self.engines = {f"vllm-{number}": engine for number, engine in enumerate(engines)}
-        super().__init__(cluster, self.engines, nc)
-
-    def fault(self, kind: str, **fields: Any) -> None:
-        for each in self.engines.values():
-            each.fault(kind, **fields)
-
-    @contextlib.contextmanager
-    def refusing(self, status: int, *names: str, **fields: Any) -> Iterator[None]:
-        """These engines, or all, refuse each request: with `error`, `headers`, in a stream where it is `streamed`."""
-        engines = [self.engines[name] for name in names or self.engines]
-        for each in engines:
-            each.fault("refuse", status=status, **{"error": {"message": "later"}, **fields})
-        try:
-            yield
-        finally:
-            for each in engines:
-                each.fault("refuse", status=0)
-
-    def only(self, at: str, status: int = 503) -> contextlib.AbstractContextManager[None]:
-        """The other engine takes no request."""
-        return self.refusing(status, OTHER[at])
 
 
 @pytest.fixture(scope="module")
@@ -74,18 +41,6 @@ async def fleet(cluster: Cluster, engines: list[FakeEngine]) -> AsyncIterator[Fa
     nc = await cluster.connect()
     yield FakeFleet(cluster, engines, nc)
     await nc.close()
-
-
-def prompt(number: int, tokens: int = PROMPT_TOKENS) -> list[int]:
-    return [200 + (number * 6007 + place * 17) % 40_000 for place in range(tokens)]
-
-
-def answer(ids: list[int], tokens: int) -> list[int]:
-    """What one engine alone says."""
-    text = list(ids)
-    for _ in range(tokens):
-        text.append(next_token(text))
-    return text[len(ids) :]
 
 
 async def test_requests_go_where_their_blocks_are(fleet: FakeFleet) -> None:

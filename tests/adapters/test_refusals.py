@@ -33,11 +33,6 @@ def engine() -> Iterator[FakeEngine]:
     ("words", "text"),
     [
         (("--url", "ftp://x"), "--url: 'ftp://x' is no URL like http://127.0.0.1:8000"),
-        (
-            ("--url", "http://x", "--role", "prefill"),
-            "--role prefill: an engine is adapted as a mixed worker",
-        ),
-        (("--url", "http://x", "--role", "decode"), "--role decode: an engine is adapted as a mixed worker"),
         (("--url", "http://x", "--engine", "null"), "--engine null: an adapted engine computes"),
         (("--url", "http://x", "--engine-batch-max", "0"), "--engine-batch-max 0: at least 1"),
         (("--url", "http://x", "--engine-token-budget", "0"), "--engine-token-budget 0: at least 1"),

@@ -54,7 +54,7 @@ halfmoon.kv.*.TransferOpened.<node>        store
 halfmoon.kv.*.TransferFailed.<node>        store
 halfmoon.kv.*.KvReady.<node>               store
 halfmoon.kv.*.KvLoaded.<node>              store
-halfmoon.kv.*.PrefillResult.<me>           prefill
+halfmoon.kv.*.PrefillResult.<me>           prefill adapt
 
 halfmoon.give.*.<me>                       frontend
 halfmoon.resend.*.<me>                     frontend
@@ -115,7 +115,7 @@ $JS.API.STREAM.PURGE.SNAPSHOTS             conductor
 $JS.API.STREAM.MSG.GET.EVENTS              conductor operator supervisor
 $JS.API.STREAM.MSG.GET.DECISIONS           conductor operator frontend store prefill decode attention supervisor mixed
 $JS.API.STREAM.MSG.GET.DECISIONS           adapt
-$JS.API.STREAM.MSG.GET.KV                  operator frontend store prefill decode
+$JS.API.STREAM.MSG.GET.KV                  operator frontend store prefill decode adapt
 $JS.API.STREAM.MSG.GET.SNAPSHOTS           conductor operator supervisor
 $JS.API.CONSUMER.CREATE.EVENTS             conductor operator supervisor
 $JS.API.CONSUMER.DELETE.EVENTS.*           conductor operator supervisor
@@ -144,7 +144,7 @@ halfmoon.tokens.<me>.*                     frontend
 halfmoon.decisions.<me>.>                  frontend prefill decode attention mixed adapt
 halfmoon.decisions.*.*.<me>                frontend
 halfmoon.give.<me>.*                       prefill decode mixed adapt
-halfmoon.kv.<me>.>                         prefill decode
+halfmoon.kv.<me>.>                         prefill decode adapt
 halfmoon.kv.<me>.KvLoaded.<node>           mixed
 halfmoon.resend.<me>.*                     decode mixed adapt
 halfmoon.hold.<me>.*                       decode attention

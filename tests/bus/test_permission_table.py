@@ -152,7 +152,15 @@ def credentials(
         cluster.stop()
         return
     many = argparse.Namespace(
-        conductors=2, prefill=2, decode=2, attention=2, mixed=2, elastic="off", adapt_vllm=["a", "b"]
+        conductors=2,
+        prefill=2,
+        decode=2,
+        attention=2,
+        mixed=2,
+        elastic="off",
+        adapt_vllm=["a"],
+        adapt_vllm_prefill=["b"],
+        adapt_vllm_decode=["c"],
     )
     server = EmbeddedServer.start(place / "nats", extra_config=make_credentials(many, place))
     yield lambda name: BusConfig(url=server.url, nkey_seed_file=str(credentials_of(place) / f"{name}.nk"))

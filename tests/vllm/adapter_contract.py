@@ -1,6 +1,7 @@
-"""Run by vLLM's Python: its own block pool and publisher's words for two prompts, and its request class on our body.
+"""Run by vLLM's Python: its own block pool and publisher's words for two prompts, and its request class on our bodies.
 
-Prints JSON: `payloads` (hexadecimal), `body`: what of our completion its class took.
+Prints JSON: `payloads` (hexadecimal), what of our completion its class took, and `place`: whether an answer as a whole,
+and one of a stream, says where another engine gets the KV.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ import time
 
 import msgspec
 from vllm.distributed.kv_events import KVEventBatch
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.protocol import (
+    CompletionRequest,
+    CompletionResponse,
+    CompletionStreamResponse,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
@@ -52,5 +57,17 @@ pool.reset_prefix_cache()
 publish()
 taken = CompletionRequest(**asked["body"])
 params = taken.to_sampling_params(16, {})
-unknown = sorted(set(asked["body"]) - set(CompletionRequest.model_fields))
-print(json.dumps({"payloads": payloads, "unknown": unknown, "top_k": params.top_k, "seed": params.seed}))
+half = CompletionRequest(**asked["prefill"]).to_sampling_params(16, {})
+unknown = sorted({*asked["body"], *asked["prefill"]} - set(CompletionRequest.model_fields))
+found = {
+    "payloads": payloads,
+    "unknown": unknown,
+    "top_k": params.top_k,
+    "seed": params.seed,
+    "asks_for_place": (half.extra_args or {}).get("kv_transfer_params"),
+    "ends_by_length_alone": [half.min_tokens, half.ignore_eos, half.stop_token_ids],
+    "place": [
+        "kv_transfer_params" in kind.model_fields for kind in (CompletionResponse, CompletionStreamResponse)
+    ],
+}
+print(json.dumps(found))

@@ -56,17 +56,18 @@ class RealEngine:
 
 
 @contextlib.contextmanager
-def real_engine(log: Path, core: int) -> Iterator[RealEngine]:
+def real_engine(log: Path, core: int, *more: str, **environment: str) -> Iterator[RealEngine]:
     with HeldPorts(count=3) as port:
         events = {
             "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port + 1}",
             "replay_endpoint": f"tcp://*:{port + 2}",
         }  # fmt: skip
         words = ["--served-model-name", "m", "--max-model-len", "2560", "--max-num-seqs", "4"]
-        words += ["--kv-events-config", json.dumps(events)]
+        words += ["--kv-events-config", json.dumps(events), *more]
         # No seed: each engine names its blocks by numbers of its own, and ours are the same for all that.
         bound = f"{core % (os.cpu_count() or 1)}"
-        with served(PROGRAM, MODEL, log, port, *words, VLLM_CPU_OMP_THREADS_BIND=bound) as process:
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": bound, **environment}
+        with served(PROGRAM, MODEL, log, port, *words, **environment) as process:
             yield RealEngine(f"http://127.0.0.1:{port}", process)
 
 

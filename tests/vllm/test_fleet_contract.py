@@ -12,7 +12,7 @@ import pytest
 
 from halfmoon.schemas.keys import chain_keys, split_keys
 from halfmoon.schemas.sampling import Sampling
-from halfmoon.workers.adapters.completion import body_of
+from halfmoon.workers.adapters.completion import body_of, prefill_body_of
 from halfmoon.workers.adapters.engine_blocks import EngineBlocks, salt_of
 from halfmoon.workers.adapters.kv_events import read_batch
 from tests.vllm.engines import HERE, ON_CPU, PROGRAM, no_vllm
@@ -39,6 +39,7 @@ def said() -> dict[str, Any]:
         "tokens": TOKENS,
         "salts": [salt_of(ROOT), "", "their own"],
         "body": body_of("m", salt_of(ROOT), TOKENS, [7], 4, sampling),
+        "prefill": prefill_body_of("m", salt_of(ROOT), TOKENS, [7], sampling),
     }
     python = str(Path(PROGRAM).with_name("python"))
     done = subprocess.run(
@@ -67,3 +68,9 @@ def test_its_events_are_read_and_mean_our_blocks(said: dict[str, Any]) -> None:
 
 def test_our_request_is_understood_field_by_field(said: dict[str, Any]) -> None:
     assert (said["unknown"], said["top_k"], said["seed"]) == ([], 0, 2**63 - 1)
+
+
+def test_a_prefill_half_gets_its_place_in_an_answer_that_is_not_streamed(said: dict[str, Any]) -> None:
+    assert said["asks_for_place"]["do_remote_decode"] is True
+    assert said["ends_by_length_alone"] == [0, True, []]
+    assert said["place"] == [True, False]

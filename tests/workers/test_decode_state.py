@@ -22,7 +22,7 @@ from decode_script import (
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.events import DecodeFailed, DecodeRefused, DecodeStarted, RequestFinished
 from halfmoon.schemas.keys import pack_tokens
-from halfmoon.schemas.kv import TransferFailed
+from halfmoon.schemas.kv import EngineKv, TransferFailed
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.schemas.tokens import Delivery, ResendReply, ResendRequest, Timing, TokensSampled
@@ -334,6 +334,14 @@ def test_where_the_prefill_node_is_not_named_any_store_agent_is_believed() -> No
     script.give(order(prefill_node_id=""))
     script.hear(opened("1-1", 10, 11), author_id="n7")
     assert script.hear(ready("1-1", 0), author_id="n7") == [copy_layers(1, ((0, 10, 0), (0, 11, 1)))]
+
+
+def test_kv_in_an_engine_of_anothers_is_not_waited_for() -> None:
+    script = Script()
+    script.give(order())
+    there = msgspec.structs.replace(result("1-1"), engine_kv=EngineKv())
+    reason = "p0 is an engine: its KV comes to adapters alone"
+    assert failed(reason, retryable=False) in script.hear(there)
 
 
 def test_early_kv_of_many_orders_is_kept_and_no_more() -> None:

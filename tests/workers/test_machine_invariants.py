@@ -22,7 +22,7 @@ from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.attention.events import HoldLoaded
 from halfmoon.workers.decode import events
 from halfmoon.workers.decode.sequence import Stage
-from tests.adapters import test_adapter_state
+from tests.adapters import test_adapter_halves, test_adapter_state
 
 # --- decode workers -----------------------------------------------------------------------------------------
 
@@ -308,6 +308,14 @@ def asking() -> Any:
     return state
 
 
+def waiting_for_the_other_half() -> Any:
+    """A decode half has its tokens, and has not heard that the prompt is computed."""
+    state = test_adapter_halves.decode()
+    state.on(test_adapter_halves.decode_ordered())
+    state.on(test_adapter_state.taken())
+    return state
+
+
 def ended_at_the_engine(state: Any) -> None:
     only(state).sequence.finish_reason = "stop"
 
@@ -367,6 +375,7 @@ PLANTED: list[tuple[str, Callable[[], Any], Callable[[Any], None]]] = [
     ("I81", iterating, asleep_over_work),
     ("I82", asking, ended_at_the_engine),
     ("I82", asking, tokens_without_a_result),
+    ("I82", waiting_for_the_other_half, tokens_without_a_result),
     ("I82", asking, open_and_finished),
 ]
 

@@ -27,7 +27,16 @@ MACHINES = {
         "stages",
         "state",
     ),
-    "adapters": ("actions", "completion", "engine_blocks", "events", "kv_events", "state"),
+    "adapters": (
+        "actions",
+        "completion",
+        "decode_half",
+        "engine_blocks",
+        "events",
+        "kv_events",
+        "prefill_half",
+        "state",
+    ),
     "attention": ("actions", "events", "holds"),
     "mixed": ("actions", "events", "request", "room", "rows", "state"),
     "decode": (

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from halfmoon.schemas.kv import PrefillResult
 from halfmoon.workers.decode.actions import AnswerResend, Deliver, EndSpan
 from halfmoon.workers.machines import Announce, Report, TakeTokens
 
@@ -16,12 +17,21 @@ class AskEngine(msgspec.Struct, frozen=True):
     order_id: str
     body: dict[str, Any]
     block_keys: bytes
+    #: Why it computes a prompt whose KV another engine has; "": it does not.
+    computes_again: str = ""
 
 
 class HangUp(msgspec.Struct, frozen=True):
     """Break off the order's request: the engine drops it then."""
 
     order_id: str
+
+
+class TellDecode(msgspec.Struct, frozen=True):
+    """To the adapter of the decode half: the prompt is computed, and where its KV is."""
+
+    decode_worker_id: str
+    result: PrefillResult
 
 
 class StepSeen(msgspec.Struct, frozen=True):
@@ -32,4 +42,15 @@ class StepSeen(msgspec.Struct, frozen=True):
     context_tokens: int
 
 
-Action = TakeTokens | AskEngine | HangUp | Deliver | Report | AnswerResend | Announce | EndSpan | StepSeen
+Action = (
+    TakeTokens
+    | AskEngine
+    | HangUp
+    | Deliver
+    | Report
+    | TellDecode
+    | AnswerResend
+    | Announce
+    | EndSpan
+    | StepSeen
+)

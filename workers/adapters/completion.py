@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from halfmoon.schemas.engine_refusal import EngineRefusal
+from halfmoon.schemas.kv import ENGINE_PARAMS_MAX
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import SampledToken, Sampling
 
@@ -15,8 +16,10 @@ _LOGPROB_MIN = -9999.0
 _TOKEN_ID = "token_id:"  # noqa: S105
 #: A request that is wrong in itself is wrong at every engine.
 _WRONG = frozenset((400, 413, 422))
+#: An engine that cannot take the request now; another one may, or this one later.
+FOR_NOW = frozenset((404, 429, 503))
 #: Statuses that a client gets as they are. Others are of the way from here to the engine: its key, its path.
-_CLIENTS = _WRONG | {404, 429, 503}
+_CLIENTS = _WRONG | FOR_NOW
 _RETRY_AFTER_S_MAX = 86_400
 _REASON_CHARACTERS_MAX, _PARAM_CHARACTERS_MAX = 300, 100
 #: In the text of an engine's own check: the field follows, and the request itself, which is no part of a log.
@@ -42,10 +45,12 @@ class EngineRefused(Exception):
 
 
 class Heard(NamedTuple):
-    """Tokens of one line; `finish_reason` with the last ones."""
+    """Tokens of one line, or of a whole answer; `finish_reason` with the last ones."""
 
     tokens: list[SampledToken]
     finish_reason: str = ""
+    #: Where the engine keeps the prompt's KV for another engine, JSON; "": it does not say.
+    kv_params: str = ""
 
 
 class _Logprobs(msgspec.Struct):
@@ -62,6 +67,7 @@ class _EngineChoice(msgspec.Struct):
 class _Line(msgspec.Struct):
     choices: list[_EngineChoice] = []
     error: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 _decoder = msgspec.json.Decoder(_Line)
@@ -105,6 +111,36 @@ def body_of(
     return body
 
 
+def prefill_body_of(
+    model: str, salt: str, prompt: list[int], known: list[int], sampling: Sampling
+) -> dict[str, Any]:
+    """The request that has an engine compute the prompt and keep its KV for another one. Raises Unanswerable."""
+    # Its token goes to nobody. But older releases keep KV for another engine only where the length has ended an answer,
+    # so nothing else may end it.
+    drawn = msgspec.structs.replace(sampling, ignore_eos=True, stop_token_ids=[], min_tokens=0, logprobs=-1)
+    return body_of(model, salt, prompt, known, len(known) + 1, drawn) | {
+        # Lines of a stream have no kv_transfer_params.
+        "stream": False,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        },
+    }
+
+
+def kv_params_of(said: str) -> dict[str, Any]:
+    """The `kv_transfer_params` that a prefill engine gave, from another process; {}: none that make sense."""
+    try:
+        params = msgspec.json.decode(said) if said else {}
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return params if isinstance(params, dict) else {}
+
+
 def _check(sampling: Sampling) -> None:
     """Raises Unanswerable for a field that vLLM's API takes as text alone, or not at all."""
     lacking = "not over an engine behind an adapter"
@@ -124,8 +160,18 @@ def read_line(line: bytes, vocabulary: int) -> Heard | None:
     if not line.startswith(b"data:"):
         return None
     payload = line[5:].strip()
-    if payload == b"[DONE]":
-        return None
+    return None if payload == b"[DONE]" else _heard(payload, vocabulary)
+
+
+def read_answer(payload: bytes, vocabulary: int) -> Heard:
+    """An answer that is not streamed. Raises EngineRefused."""
+    heard = _heard(payload, vocabulary)
+    if heard is None:
+        raise EngineRefused("the engine's answer has no tokens", retryable=True)
+    return heard
+
+
+def _heard(payload: bytes, vocabulary: int) -> Heard | None:
     try:
         said = _decoder.decode(payload)
     except (msgspec.DecodeError, RecursionError) as problem:
@@ -145,7 +191,12 @@ def read_line(line: bytes, vocabulary: int) -> Heard | None:
             raise EngineRefused(
                 f"the engine's token {token_id} is none of the model's {vocabulary}", retryable=True
             )
-    return Heard(_tokens(choice.token_ids, choice.logprobs), choice.finish_reason or "")
+    params = ""
+    if said.kv_transfer_params:
+        params = msgspec.json.encode(said.kv_transfer_params).decode()
+        if len(params) > ENGINE_PARAMS_MAX:
+            params = ""  # the decode engine computes the prompt
+    return Heard(_tokens(choice.token_ids, choice.logprobs), choice.finish_reason or "", params)
 
 
 def _tokens(token_ids: list[int], logprobs: _Logprobs | None) -> list[SampledToken]:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from halfmoon.workers.adapters.completion import EngineRefused, Heard, read_line, refusal_of
+from halfmoon.workers.adapters.completion import EngineRefused, Heard, read_answer, read_line, refusal_of
 
 #: Connecting, and answers that need no computing.
 CONNECT_S, LOOK_S = 5.0, 5.0
@@ -149,7 +149,7 @@ class EngineApi:
         return found
 
     async def complete(self, body: dict[str, Any], vocabulary: int) -> AsyncIterator[Heard]:
-        """The answer as it comes. Raises EngineRefused, EngineAway."""
+        """The answer as it comes; where `body` wants no stream, as a whole. Raises EngineRefused, EngineAway."""
         assert self._session is not None
         try:
             raw, headers = msgspec.json.encode(body), {"content-type": "application/json"}
@@ -159,6 +159,9 @@ class EngineApi:
                 if response.status != 200:
                     said = await response.content.read(_BODY_BYTES_MAX)
                     raise refusal_of(response.status, said, response.headers.get("retry-after", ""))
+                if not body["stream"]:
+                    yield read_answer(await _whole(response), vocabulary)
+                    return
                 async for line in response.content:
                     heard = read_line(line, vocabulary)
                     if heard is not None:
@@ -185,11 +188,17 @@ class EngineApi:
             async with self._session.request(
                 method, f"{self.url}{path}", json=body, timeout=timeout
             ) as response:
-                raw = await response.content.read(_BODY_BYTES_MAX)
-                while chunk := await response.content.read(_BODY_BYTES_MAX - len(raw)):
-                    raw += chunk
+                raw = await _whole(response)
                 if response.status != 200:
                     raise EngineUnfit(f"--url {self.url}: {path} answers {response.status}")
                 return raw
         except (aiohttp.ClientError, OSError, TimeoutError) as problem:
             raise EngineAway(f"{self.url}: {str(problem) or type(problem).__name__}") from None
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    """The body, or its first `_BODY_BYTES_MAX` bytes."""
+    raw = await response.content.read(_BODY_BYTES_MAX)
+    while chunk := await response.content.read(_BODY_BYTES_MAX - len(raw)):
+        raw += chunk
+    return raw

@@ -2,14 +2,18 @@
 
     TakeTokens ─▶ TokensTaken      AskEngine ─▶ EngineAsked, then TokensHeard …, at last AnswerBroke where it breaks off
 
+`MixedOrdered` is a mixed worker's order, `PromptOrdered` a prefill worker's, `DecodeOrdered` a decode worker's, which
+hears of the prefill half by `KvHeard`.
+
 After HangUp nothing more is heard of an order.
 """
 
 from __future__ import annotations
 
+from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.sampling import SampledToken
-from halfmoon.workers.decode.events import ResendRequested
+from halfmoon.workers.decode.events import DecodeOrdered, KvHeard, ResendRequested
 from halfmoon.workers.machines import (
     AnnounceRequested,
     OrderCancelled,
@@ -19,6 +23,12 @@ from halfmoon.workers.machines import (
     WorkerStopped,
 )
 from halfmoon.workers.mixed.events import MixedOrdered
+
+
+class PromptOrdered(WorkerEvent, frozen=True, kw_only=True):
+    """The conductor placed the prefill half of a request here."""
+
+    order: StartPrefill
 
 
 class EngineAsked(OrderEvent, frozen=True, kw_only=True):
@@ -32,6 +42,8 @@ class TokensHeard(OrderEvent, frozen=True, kw_only=True):
 
     tokens: list[SampledToken]
     finish_reason: str = ""
+    #: Where the engine keeps the prompt's KV for another engine, JSON; "": it does not say.
+    kv_params: str = ""
 
 
 class AnswerBroke(OrderEvent, frozen=True, kw_only=True):
@@ -50,6 +62,9 @@ class EngineLooked(WorkerEvent, frozen=True, kw_only=True):
 
 Event = (
     MixedOrdered
+    | PromptOrdered
+    | DecodeOrdered
+    | KvHeard
     | OrderCancelled
     | TokensTaken
     | AnnounceRequested

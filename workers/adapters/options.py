@@ -19,7 +19,10 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
     id: Annotated[str, option("name of the worker, and of its node")]
     role: Annotated[
         Literal["prefill", "decode", "mixed"],
-        option("mixed: it computes prompts and answers; other roles are not built for engines"),
+        option(
+            "mixed: it computes prompts and answers; prefill: prompts, whose KV an engine of role decode gets by "
+            "itself (kv_transfer_params)"
+        ),
     ] = "mixed"
     events: Annotated[
         str,

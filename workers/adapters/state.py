@@ -1,5 +1,5 @@
 """The adapter's machine: orders of a mixed worker, obeyed by an engine that is asked over HTTP. Events in, actions out.
-Pure.
+Pure. `prefill_half` and `decode_half` have the machines of the other two roles, which differ in little.
 
 ::
 
@@ -17,8 +17,12 @@ no prompt was computed meanwhile.
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import StartMixed
+from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.events import (
     DecodeFailed,
@@ -27,7 +31,7 @@ from halfmoon.schemas.events import (
     PrefillFinished,
     WorkerHeartbeat,
 )
-from halfmoon.schemas.kv import PrefillResult
+from halfmoon.schemas.kv import EngineKv, PrefillResult
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import TakeReply
@@ -35,10 +39,17 @@ from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.adapters.actions import Action, AskEngine, HangUp, StepSeen
 from halfmoon.workers.adapters.completion import Unanswerable, body_of
 from halfmoon.workers.adapters.engine_blocks import salt_of
-from halfmoon.workers.adapters.events import AnswerBroke, EngineAsked, EngineLooked, Event, TokensHeard
+from halfmoon.workers.adapters.events import (
+    AnswerBroke,
+    EngineAsked,
+    EngineLooked,
+    Event,
+    PromptOrdered,
+    TokensHeard,
+)
 from halfmoon.workers.decode.actions import AnswerResend, EndSpan
 from halfmoon.workers.decode.deliveries import FinishedOrders, deliveries_of, resend_reply
-from halfmoon.workers.decode.events import ResendRequested
+from halfmoon.workers.decode.events import DecodeOrdered, KvHeard, ResendRequested
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.decode.step_times import StepTimes
 from halfmoon.workers.machines import (
@@ -56,17 +67,24 @@ from halfmoon.workers.mixed.events import MixedOrdered
 from halfmoon.workers.mixed.request import decode_half
 
 REASON_CHARACTERS_MAX = 500
+#: Of an order's one half.
+HalfEvent = PromptOrdered | DecodeOrdered | KvHeard
 
 
 class AdaptedRequest:
     """One order. Times are monotonic ns."""
 
-    def __init__(self, order: StartMixed, layout: Layout, now_ns: int) -> None:
+    def __init__(self, order: StartDecode, layout: Layout, now_ns: int) -> None:
         self.order = order
-        self.sequence = DecodeSequence(decode_half(order), layout, now_ns)
+        self.sequence = DecodeSequence(order, layout, now_ns)
         #: None: the engine was not asked yet.
         self.asked_ns: int | None = None
         self.cached_blocks = 0
+
+    @property
+    def drawing(self) -> bool:
+        """It has tokens that its client had not."""
+        return len(self.sequence.output) > len(self.sequence.replay)
 
 
 class AdapterState:
@@ -86,16 +104,17 @@ class AdapterState:
         self.stopped = False
         self.now_ns = self.wall_ns = 0
         self.out: list[Action] = []
-        self._engine_model, self._eos_ids = engine_model, worker.eos_ids
+        self.engine_model, self._eos_ids = engine_model, worker.eos_ids
 
     def on(self, event: Event) -> list[Action]:
         """The actions that follow from `event`, in the order in which they must be begun."""
         self.now_ns, self.wall_ns, self.out = event.at_ns, event.wall_ns, []
         match event:
             case TokensHeard():
-                self._heard(event)
+                if (request := self.requests.get(event.order_id)) is not None:
+                    self.heard(request, event)
             case MixedOrdered():
-                self._begin(event.order)
+                self.begin(decode_half(event.order))
             case TokensTaken():
                 self._taken(event)
             case EngineAsked():
@@ -103,7 +122,7 @@ class AdapterState:
                     request.asked_ns, request.cached_blocks = event.at_ns, event.cached_blocks
             case AnswerBroke():
                 if (request := self.requests.get(event.order_id)) is not None:
-                    self._fail(request, event.reason, retryable=event.retryable, refusal=event.refusal)
+                    self.broke(request, event)
             case OrderCancelled():
                 if (request := self.requests.get(event.order_id)) is not None:
                     self._drop(request)
@@ -118,7 +137,12 @@ class AdapterState:
             case WorkerStopped():
                 self.stopped = True
                 self._drop_all()
+            case PromptOrdered() | DecodeOrdered() | KvHeard():
+                self.on_half(event)
         return self.out
+
+    def on_half(self, event: HalfEvent) -> None:
+        """A mixed worker never has one half of an order alone."""
 
     @property
     def kv_blocks_used(self) -> int:
@@ -131,7 +155,7 @@ class AdapterState:
     def heartbeat(self, obeyed_seq: int) -> WorkerHeartbeat:
         """How the worker is; the step figures begin again."""
         steps, step_ns, sequences, context = self.times.take()
-        running = sum(1 for request in self.requests.values() if request.sequence.result is not None)
+        running = sum(1 for request in self.requests.values() if request.drawing)
         return WorkerHeartbeat(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -148,7 +172,8 @@ class AdapterState:
 
     # --- an order arrives -----------------------------------------------------------------------------------
 
-    def _begin(self, order: StartMixed) -> None:
+    def begin(self, order: StartDecode) -> None:
+        """Nothing, if it is known already."""
         if self.stopped or self._known(order.order_id) is not None:
             return
         self.requests[order.order_id] = AdaptedRequest(order, self.layout, self.now_ns)
@@ -165,34 +190,52 @@ class AdapterState:
         if request is None or request.sequence.taken:
             return
         if reply is None or reply.gone:
-            self._fail(request, refusal(reply), retryable=reply is None)
+            self.fail(request, refusal(reply), retryable=reply is None)
             return
         sequence = request.sequence
         sequence.take(reply, self._eos_ids)
         problem = self._problem(request, reply)
         if problem:
-            self._fail(request, problem, retryable=False)
+            self.fail(request, problem, retryable=False)
             return
+        self.advance(request)
+
+    def advance(self, request: AdaptedRequest) -> None:
+        """It has its tokens."""
+        sequence = request.sequence
+        self.replay(sequence)
+        if sequence.finish_reason:  # its client has all of it, but for the word that it is over
+            self.first(request, sequence.tokens[0])
+            self.finish(request)
+        else:
+            self.ask(request)
+
+    def replay(self, sequence: DecodeSequence) -> None:
+        """Its client has these tokens."""
         for token_id in sequence.replay:
             sequence.add(SampledToken(token_id=token_id), self.now_ns)
-        if sequence.finish_reason:  # its client has all of it, but for the word that it is over
-            self._first(request, sequence.tokens[0])
-            self._finish(request)
-            return
+
+    def ask(self, request: AdaptedRequest, computes_again: str = "") -> None:
+        sequence = request.sequence
         try:
-            body = body_of(
-                self._engine_model,
-                salt_of(sequence.root_key),
-                sequence.prompt,
-                sequence.replay,
-                sequence.max_tokens,
-                sequence.sampling,
-            )
+            body = self.body(request)
         except Unanswerable as lack:
             wrong = EngineRefusal(status=400, param=lack.param)
-            self._fail(request, str(lack), retryable=False, refusal=wrong)
+            self.fail(request, str(lack), retryable=False, refusal=wrong)
             return
-        self.out.append(AskEngine(event.order_id, body, sequence.block_keys))
+        self.out.append(AskEngine(sequence.order_id, body, sequence.block_keys, computes_again))
+
+    def body(self, request: AdaptedRequest) -> dict[str, Any]:
+        """The request to the engine. Raises Unanswerable."""
+        sequence = request.sequence
+        return body_of(
+            self.engine_model,
+            salt_of(sequence.root_key),
+            sequence.prompt,
+            sequence.replay,
+            sequence.max_tokens,
+            sequence.sampling,
+        )
 
     def _problem(self, request: AdaptedRequest, reply: TakeReply) -> str:
         """Why the tokens are not those of the order; "": they are."""
@@ -207,24 +250,24 @@ class AdapterState:
 
     # --- the engine answers ---------------------------------------------------------------------------------
 
-    def _heard(self, event: TokensHeard) -> None:
-        request = self.requests.get(event.order_id)
-        if request is None:
-            return
+    def heard(self, request: AdaptedRequest, event: TokensHeard) -> None:
         sequence = request.sequence
         index = len(sequence.output)
-        first = sequence.result is None and bool(event.tokens)
+        first = not request.drawing and bool(event.tokens)
         self._pace(request, len(event.tokens), first=first)
         if first:
-            self._first(request, event.tokens[0])
+            self.first(request, event.tokens[0])
         for token in event.tokens:
             if sequence.finish_reason:
                 break  # it drew on behind the end that the request has
             sequence.add(token, self.now_ns)
         if event.finish_reason and not sequence.finish_reason:
-            if event.finish_reason not in ("stop", "length") or sequence.result is None:
+            if event.finish_reason not in ("stop", "length") or not request.drawing:
                 reason = f"the engine ended it by {event.finish_reason!r} after {len(sequence.output)} tokens"
-                self._fail(request, reason, retryable=True)
+                self.broke(
+                    request,
+                    AnswerBroke(at_ns=self.now_ns, order_id=sequence.order_id, reason=reason, retryable=True),
+                )
                 return
             sequence.finish_reason = event.finish_reason
         if len(sequence.output) > index or sequence.finish_reason:
@@ -234,10 +277,24 @@ class AdapterState:
         if sequence.finish_reason:
             if not event.finish_reason:
                 self.out.append(HangUp(event.order_id))
-            self._finish(request)
+            self.finish(request)
 
-    def _first(self, request: AdaptedRequest, token: SampledToken) -> None:
-        """Its prompt is computed."""
+    def broke(self, request: AdaptedRequest, event: AnswerBroke) -> None:
+        """No more will come of the answer."""
+        self.fail(request, event.reason, retryable=event.retryable, refusal=event.refusal)
+
+    def first(self, request: AdaptedRequest, token: SampledToken) -> None:
+        """Its first new token is there: its prompt is computed."""
+        sequence = request.sequence
+        told = self.prefilled(request, token)
+        sequence.result_ns = sequence.ready_ns = sequence.started_ns = self.now_ns
+        sequence.ready_wall_ns = self.wall_ns
+        self.out.append(Report(told))
+
+    def prefilled(
+        self, request: AdaptedRequest, token: SampledToken, engine_kv: EngineKv | None = None
+    ) -> PrefillFinished:
+        """Sets the request's result. The prompt is computed, and `token` drawn."""
         order, sequence = request.order, request.sequence
         asked_ns = self.now_ns if request.asked_ns is None else request.asked_ns
         began_ns = min(self.now_ns, max(asked_ns, self.first_ns))
@@ -253,37 +310,38 @@ class AdapterState:
             compute_ns=compute_ns,
             cached_tokens=cached,
             finished_at_ns=self.wall_ns,
+            engine_kv=engine_kv,
         )
-        sequence.result_ns = sequence.ready_ns = sequence.started_ns = self.now_ns
-        sequence.ready_wall_ns = self.wall_ns
-        self.out.append(
-            Report(
-                PrefillFinished(
-                    order_id=order.order_id,
-                    request_id=order.request_id,
-                    worker_id=self.worker_id,
-                    queue_ns=queue_ns,
-                    transfer_ns=0,
-                    compute_ns=compute_ns,
-                    cached_local_tokens=cached,
-                    prompt_tokens=len(sequence.prompt) + len(sequence.replay),
-                )
-            )
+        return PrefillFinished(
+            order_id=order.order_id,
+            request_id=order.request_id,
+            worker_id=self.worker_id,
+            queue_ns=queue_ns,
+            transfer_ns=0,
+            compute_ns=compute_ns,
+            cached_local_tokens=cached,
+            prompt_tokens=len(sequence.prompt) + len(sequence.replay),
         )
 
     def _started(self, request: AdaptedRequest) -> DecodeStarted:
         order = request.order
-        return DecodeStarted(order_id=order.order_id, request_id=order.request_id, worker_id=self.worker_id)
+        return DecodeStarted(
+            order_id=order.order_id,
+            request_id=order.request_id,
+            worker_id=self.worker_id,
+            wait_ns=request.sequence.wait_ns,
+        )
 
     def _pace(self, request: AdaptedRequest, tokens: int, *, first: bool) -> None:
         """Take the time of a step, where this sequence's tokens give it."""
         sequence = request.sequence
-        running = [one.sequence for one in self.requests.values() if one.sequence.result is not None]
+        running = [one.sequence for one in self.requests.values() if one.drawing]
         if self.paced_by not in self.requests:
             self.paced_by, self.paced_ns = sequence.order_id if not first else "", 0
         if sequence.order_id != self.paced_by or not tokens:
             return
-        alone = len(running) == len(self.requests) and self.first_ns <= self.paced_ns
+        prompts = any(self.computes_prompt(one) for one in self.requests.values())
+        alone = not prompts and self.first_ns <= self.paced_ns
         if self.paced_ns and alone:
             context = sum(len(one.prompt) + len(one.output) for one in running)
             step_ns = (self.now_ns - self.paced_ns) // tokens
@@ -291,17 +349,23 @@ class AdapterState:
             self.out.append(StepSeen(step_ns, len(running), context))
         self.paced_ns = self.now_ns
 
+    def computes_prompt(self, request: AdaptedRequest) -> bool:
+        """Its prompt may be computed beside the steps of others."""
+        return not request.drawing
+
     # --- the end of an order --------------------------------------------------------------------------------
 
-    def _finish(self, request: AdaptedRequest) -> None:
+    def finish(self, request: AdaptedRequest) -> None:
         sequence = request.sequence
         assert sequence.result is not None, sequence.order_id
         self._end_span(sequence)
-        self.out.append(Report(sequence.finished(self.worker_id, sequence.result, self.now_ns)))
+        told = sequence.finished(self.worker_id, sequence.result, self.now_ns)
+        # It had its first token when the prompt was computed and, where another worker did that, drawn from here.
+        self.out.append(Report(msgspec.structs.replace(told, ttft_ns=told.ttft_ns + sequence.wait_ns)))
         self.finished.keep(sequence)
-        del self.requests[sequence.order_id]
+        self.forget(sequence.order_id)
 
-    def _fail(
+    def fail(
         self,
         request: AdaptedRequest,
         reason: str,
@@ -310,7 +374,7 @@ class AdapterState:
         refusal: EngineRefusal | None = None,
     ) -> None:
         order, reason = request.order, reason[:REASON_CHARACTERS_MAX]
-        failed = PrefillFailed if request.sequence.result is None else DecodeFailed
+        failed = self.failure(request)
         if request.asked_ns is not None:
             self.out.append(HangUp(order.order_id))
         if request.sequence.result is not None:
@@ -327,14 +391,22 @@ class AdapterState:
                 )
             )
         )
-        del self.requests[order.order_id]
+        self.forget(order.order_id)
+
+    def failure(self, request: AdaptedRequest) -> type[PrefillFailed | DecodeFailed]:
+        """The half that fails."""
+        return DecodeFailed if request.drawing else PrefillFailed
 
     def _drop(self, request: AdaptedRequest) -> None:
         """By the conductor, or with the worker: no answer."""
         if request.sequence.result is not None:
             self._end_span(request.sequence, cancelled=True)
         self.out.append(HangUp(request.order.order_id))
-        del self.requests[request.order.order_id]
+        self.forget(request.order.order_id)
+
+    def forget(self, order_id: str) -> None:
+        """It is not open any more."""
+        del self.requests[order_id]
 
     def _drop_all(self) -> None:
         for request in list(self.requests.values()):
@@ -353,6 +425,10 @@ class AdapterState:
         for order_id, request in self.requests.items():
             sequence = request.sequence
             assert not sequence.finish_reason, ("I82 ended and still open", order_id)
-            new = len(sequence.output) - len(sequence.replay)
-            assert (sequence.result is None) == (new <= 0), ("I82 first token and result", order_id, new)
             assert order_id not in self.finished, ("I82 open and finished", order_id)
+            self.check_result(request)
+
+    def check_result(self, request: AdaptedRequest) -> None:
+        """Raises AssertionError unless it has its result when it has tokens."""
+        has_result = request.sequence.result is not None
+        assert has_result == request.drawing, ("I82 first token and result", request.sequence.order_id)

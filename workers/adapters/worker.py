@@ -1,9 +1,9 @@
-"""The adapter of an engine: a mixed worker, and the store of its node, to the cluster; a client to the engine.
+"""The adapter of an engine: a worker, and the store of its node, to the cluster; a client to the engine.
 
-The shell of `AdapterState`: it feeds the machine events and obeys its actions. Nothing is decided here. Beside it the
-engine's cache is mirrored (`EngineMirror`) and announced as a node's blocks are, by a store that nobody can read. An
-engine that does not answer any more is `lost`: the worker leaves, its requests are placed anew, and the command that
-runs it begins anew when the engine is back.
+The shell of `AdapterState`, or of the machine of another role: it feeds the machine events and obeys its actions.
+Nothing is decided here. Beside it the engine's cache is mirrored (`EngineMirror`) and announced as a node's blocks are,
+by a store that nobody can read. An engine that does not answer any more is `lost`: the worker leaves, its requests are
+placed anew, and the command that runs it begins anew when the engine is back.
 """
 
 from __future__ import annotations
@@ -13,29 +13,48 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, assert_never
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.tail import StreamTail
 from halfmoon.bus.telemetry.metrics import counter, gauge
 from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartMixed
+from halfmoon.schemas.decisions import (
+    AnnounceYourself,
+    CancelOrder,
+    Decision,
+    Fetch,
+    StartDecode,
+    StartMixed,
+    StartPrefill,
+)
 from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.events import StoreJoined
+from halfmoon.schemas.kv import PrefillResult
+from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.store.agent.announcer import Announcer
 from halfmoon.workers import machines
-from halfmoon.workers.adapters.actions import Action, AskEngine, HangUp, StepSeen
+from halfmoon.workers.adapters.actions import Action, AskEngine, HangUp, StepSeen, TellDecode
 from halfmoon.workers.adapters.completion import EngineRefused
+from halfmoon.workers.adapters.decode_half import DecodeAdapterState
 from halfmoon.workers.adapters.engine_api import EngineApi, EngineAway, EngineUnfit
-from halfmoon.workers.adapters.events import AnswerBroke, EngineAsked, EngineLooked, TokensHeard
+from halfmoon.workers.adapters.events import (
+    AnswerBroke,
+    EngineAsked,
+    EngineLooked,
+    PromptOrdered,
+    TokensHeard,
+)
 from halfmoon.workers.adapters.mirror import EngineMirror
+from halfmoon.workers.adapters.prefill_half import PrefillAdapterState
 from halfmoon.workers.adapters.state import AdapterState
 from halfmoon.workers.decode.actions import AnswerResend, Deliver, EndSpan
-from halfmoon.workers.decode.events import ResendRequested
+from halfmoon.workers.decode.events import DecodeOrdered, KvHeard, ResendRequested
 from halfmoon.workers.decode.spans import end_decode
 from halfmoon.workers.machines import Announce, Report, TakeTokens
 from halfmoon.workers.mixed.events import MixedOrdered
@@ -45,6 +64,9 @@ log = logging.getLogger(__name__)
 FETCHES_PLANNED = (
     "the conductors plan to move KV to this engine, which computes it: a fleet of engines wants the policy "
     "local_cache_aware (halfmoon policy set name=local_cache_aware)"
+)
+PROMPTS_RECOMPUTED = (
+    "the engine cannot have a prompt's KV from the one that computed it, and computes it again"
 )
 LOOK_S, LOOK_AGAIN_S = 1.0, 0.2
 #: An engine that has not answered this many times in a row is gone.
@@ -59,10 +81,16 @@ class AdaptedModel(NamedTuple):
     eos_ids: frozenset[int]
 
 
-class AdapterWorker(Worker):
-    """See the module; every decision is in `state`."""
+MACHINES: dict[WorkerRole, type[AdapterState]] = {
+    "mixed": AdapterState,
+    "prefill": PrefillAdapterState,
+    "decode": DecodeAdapterState,
+}
 
-    role = "mixed"
+
+class AdapterWorker(Worker):
+    """See the module; every decision is in `state`. `role`: one of `MACHINES`."""
+
     state: AdapterState
 
     def __init__(
@@ -72,7 +100,9 @@ class AdapterWorker(Worker):
         mirror: EngineMirror,
         config: WorkerConfig,
         model: AdaptedModel,
+        role: WorkerRole = "mixed",
     ) -> None:
+        self.role = role
         super().__init__(bus, api, None, config)
         self.api, self.mirror = api, mirror
         self.model = model
@@ -83,17 +113,20 @@ class AdapterWorker(Worker):
         )
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._look = asyncio.Event()
-        self._fetches_seen = False
+        #: Its log has the warning.
+        self._fetches_seen = self._recomputing = False
         #: Callers that wait for the next look at the engine to find it there.
         self._lookers: list[asyncio.Future[None]] = []
 
     async def prepare(self) -> None:
         config = self.config
-        self.state = AdapterState(
+        self.state = MACHINES[self.role](
             self.facts(self.model.eos_ids), config.profile, engine_model=self.model.name
         )
         asked = subjects.resend(config.worker_id, "*")
         await self.bus.serve(asked, ResendRequest, self._resend, author="frontend_id")
+        if self.role == "decode":
+            self.spawn(self._follow_kv(await self.bus.open_kv(config.worker_id)))
         # Before the worker: it takes no orders while its node has no store.
         self.mirror.changed = self.announcer.add
         self.announcer.start(self.mirror, self._store_joined)
@@ -129,10 +162,13 @@ class AdapterWorker(Worker):
         now_ns = time.monotonic_ns()
         match decision:
             case StartMixed():
-                if decision.fetches and not self._fetches_seen:
-                    self._fetches_seen = True
-                    log.warning("%s: %s", self.config.worker_id, FETCHES_PLANNED)
+                self._passes_over(decision.fetches)
                 self.hear(MixedOrdered(at_ns=now_ns, order=decision))
+            case StartPrefill():
+                self._passes_over(decision.fetches)
+                self.hear(PromptOrdered(at_ns=now_ns, order=decision))
+            case StartDecode():
+                self.hear(DecodeOrdered(at_ns=now_ns, order=decision))
             case CancelOrder():
                 self.hear(machines.OrderCancelled(at_ns=now_ns, order_id=decision.order_id))
             case AnnounceYourself(role="store"):
@@ -141,6 +177,11 @@ class AdapterWorker(Worker):
                 self.hear(machines.AnnounceRequested(at_ns=now_ns))
             case _:
                 pass  # of a store: nothing is held for anybody
+
+    def _passes_over(self, fetches: Sequence[Fetch]) -> None:
+        if fetches and not self._fetches_seen:
+            self._fetches_seen = True
+            log.warning("%s: %s", self.config.worker_id, FETCHES_PLANNED)
 
     def orders_open(self) -> int:
         return self.state.orders_open()
@@ -153,9 +194,18 @@ class AdapterWorker(Worker):
                 subject = subjects.tokens(action.frontend_id, self.config.worker_id)
                 self.bus.publish_soon(subject, action.message)
             case AskEngine():
+                if action.computes_again and not self._recomputing:
+                    self._recomputing = True
+                    log.warning(
+                        "%s: %s: %s", self.config.worker_id, PROMPTS_RECOMPUTED, action.computes_again
+                    )
                 task = self.spawn(self._ask(action))
                 self._asking[action.order_id] = task
                 task.add_done_callback(functools.partial(self._asked, action.order_id))
+            case TellDecode():
+                kind, result = PrefillResult.__name__, action.result
+                subject = subjects.kv(action.decode_worker_id, kind, self.config.worker_id)
+                self.bus.publish_soon(subject, result, message_id=f"{result.order_id}-result")
             case HangUp():
                 asking = self._asking.pop(action.order_id, None)
                 if asking is not None:
@@ -176,8 +226,14 @@ class AdapterWorker(Worker):
             case _:
                 assert_never(action)
 
-    def _asked(self, order_id: str, _: asyncio.Task[None]) -> None:
-        self._asking.pop(order_id, None)
+    def _asked(self, order_id: str, task: asyncio.Task[None]) -> None:
+        # The machine may have asked anew when it heard how this one ended.
+        if self._asking.get(order_id) is task:
+            del self._asking[order_id]
+
+    async def _follow_kv(self, reader: StreamTail) -> None:
+        async for author_id, message in self.bus.follow_kv(reader):
+            self.hear(KvHeard(at_ns=time.monotonic_ns(), author_id=author_id, message=message))
 
     async def take_tokens(self, ask: TakeTokens) -> None:
         """No grammar is compiled: the machine refuses a request with one, because no engine takes ours."""
@@ -205,6 +261,7 @@ class AdapterWorker(Worker):
                         order_id=order_id,
                         tokens=heard.tokens,
                         finish_reason=heard.finish_reason,
+                        kv_params=heard.kv_params,
                     )
                 )
         except EngineRefused as problem:

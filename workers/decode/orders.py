@@ -189,6 +189,10 @@ class Orders:
                 if self.has_store:
                     sequence.kv.note(message)
             case PrefillResult():
+                if message.engine_kv is not None:
+                    reason = f"{author_id} is an engine: its KV comes to adapters alone"
+                    self._fail(sequence, reason, retryable=False)
+                    return
                 sequence.result = message
                 sequence.result_ns = sequence.result_ns or self.now_ns
             case TransferFailed():

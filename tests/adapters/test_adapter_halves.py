@@ -1,0 +1,339 @@
+"""The adapter's machines of one half of an order: what is asked of the engine, and what goes from one to the other."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.decisions import StartDecode, StartPrefill
+from halfmoon.schemas.engine_refusal import EngineRefusal
+from halfmoon.schemas.events import (
+    DecodeFailed,
+    DecodeStarted,
+    PrefillFailed,
+    PrefillFinished,
+    RequestFinished,
+)
+from halfmoon.schemas.kv import EngineKv, PrefillResult, TransferFailed
+from halfmoon.schemas.sampling import SampledToken, Sampling
+from halfmoon.workers.adapters.actions import AskEngine, HangUp, TellDecode
+from halfmoon.workers.adapters.decode_half import EARLY_RESULTS_MAX, DecodeAdapterState
+from halfmoon.workers.adapters.engine_blocks import salt_of
+from halfmoon.workers.adapters.events import AnswerBroke, EngineAsked, PromptOrdered
+from halfmoon.workers.adapters.prefill_half import PrefillAdapterState
+from halfmoon.workers.adapters.state import AdapterState
+from halfmoon.workers.decode.events import DecodeOrdered, KvHeard
+from halfmoon.workers.machines import OrderCancelled, WorkerFacts
+from tests.adapters.test_adapter_state import (
+    EOS,
+    LAYOUT,
+    MS,
+    PROMPT,
+    ROOT,
+    delivered,
+    heard,
+    reports,
+    taken,
+)
+
+#: What the prefill engine says of the place.
+PLACE = {"do_remote_prefill": True, "remote_engine_id": "e7", "remote_block_ids": [[3, 4, 5]]}
+SAID = msgspec.json.encode(PLACE).decode()
+
+
+def facts(worker_id: str) -> WorkerFacts:
+    return WorkerFacts(
+        worker_id=worker_id, incarnation="i", layout=LAYOUT, kv_blocks=100, eos_ids=frozenset((EOS,))
+    )
+
+
+def prefill() -> PrefillAdapterState:
+    return PrefillAdapterState(facts("vllm-0"), CostProfile(), engine_model="e")
+
+
+def decode() -> DecodeAdapterState:
+    return DecodeAdapterState(facts("vllm-2"), CostProfile(), engine_model="e")
+
+
+def prompt_ordered(name: str = "o1", at_ns: int = 0) -> PromptOrdered:
+    order = StartPrefill(
+        order_id=name,
+        request_id=f"r-{name}",
+        frontend_id="f",
+        worker_id="vllm-0",
+        decode_worker_id="vllm-2",
+        decode_node_id="vllm-2",
+        prompt_tokens=len(PROMPT),
+    )
+    return PromptOrdered(at_ns=at_ns, order=order)
+
+
+def decode_ordered(name: str = "o1", at_ns: int = 0) -> DecodeOrdered:
+    order = StartDecode(
+        order_id=name,
+        request_id=f"r-{name}",
+        frontend_id="f",
+        worker_id="vllm-2",
+        prefill_worker_id="vllm-0",
+        prompt_tokens=len(PROMPT),
+        max_tokens=4,
+        tbt_slo_ns=1,
+    )
+    return DecodeOrdered(at_ns=at_ns, order=order)
+
+
+def prefilled(
+    name: str = "o1", at_ns: int = 0, *, by: str = "vllm-0", said: str = SAID, tokens: int = len(PROMPT)
+) -> KvHeard:
+    result = PrefillResult(
+        order_id=name,
+        request_id=f"r-{name}",
+        first=SampledToken(token_id=99),
+        queue_ns=5 * MS,
+        transfer_ns=0,
+        compute_ns=20 * MS,
+        cached_tokens=16,
+        finished_at_ns=0,
+        engine_kv=EngineKv(params=said, tokens=tokens),
+    )
+    return KvHeard(at_ns=at_ns, author_id=by, message=result)
+
+
+def asked(actions: list[Any]) -> list[dict[str, Any]]:
+    return [action.body for action in actions if isinstance(action, AskEngine)]
+
+
+def hears(state: AdapterState, *events: Any) -> list[Any]:
+    """What follows from the last one."""
+    return [state.on(event) for event in events][-1]
+
+
+def computed(*ids: int, said: str = "", reason: str = "length", at_ns: int = 0) -> Any:
+    return msgspec.structs.replace(heard(*ids, at_ns=at_ns, reason=reason), kv_params=said)
+
+
+# --- the prefill half ---------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_computed_for_another_engine() -> None:
+    state = prefill()
+    wants = Sampling(temperature=0.5, seed=3, min_tokens=2, logprobs=1, stop_token_ids=[7])
+    (body,) = asked(hears(state, prompt_ordered(), taken(sampling=wants)))
+    assert (body["prompt"], body["max_tokens"], body["stream"]) == (PROMPT, 1, False)
+    assert (body["cache_salt"], body["temperature"], body["seed"]) == (salt_of(ROOT), 0.5, 3)
+    # Nothing but its length ends it: an engine keeps no KV of what has stopped.
+    assert (body["ignore_eos"], body["min_tokens"], body["stop_token_ids"]) == (True, 0, [])
+    assert "logprobs" not in body
+    assert body["kv_transfer_params"]["do_remote_decode"] is True
+    state.on(EngineAsked(at_ns=5 * MS, order_id="o1", cached_blocks=1))
+    tell, report = hears(state, computed(EOS, said=SAID, at_ns=25 * MS))
+    assert isinstance(tell, TellDecode)
+    assert (tell.decode_worker_id, tell.result.engine_kv) == (
+        "vllm-2",
+        EngineKv(params=SAID, tokens=len(PROMPT)),
+    )
+    done = report.event
+    assert isinstance(done, PrefillFinished)
+    assert (done.queue_ns, done.compute_ns, done.cached_local_tokens) == (5 * MS, 20 * MS, 16)
+    assert (tell.result.queue_ns, tell.result.compute_ns) == (5 * MS, 20 * MS)
+    assert state.orders_open() == 0
+
+
+def test_what_the_client_has_is_computed_with_the_prompt() -> None:
+    state = prefill()
+    (body,) = asked(hears(state, prompt_ordered(), taken(known=(7, EOS, 8))))
+    assert (body["prompt"], body["max_tokens"]) == ([*PROMPT, 7, EOS, 8], 1)
+    tell, _ = hears(state, computed(9))
+    assert tell.result.engine_kv == EngineKv(tokens=len(PROMPT) + 3)
+
+
+@pytest.mark.parametrize(
+    ("broke", "retryable"),
+    [
+        (AnswerBroke(at_ns=0, order_id="o1", reason="x", retryable=True), True),
+        (AnswerBroke(at_ns=0, order_id="o1", reason="x", retryable=False), False),
+        (computed(reason="length"), True),
+        (computed(7, reason="abort"), True),
+    ],
+)
+def test_a_prompt_that_is_not_computed_fails(broke: Any, retryable: bool) -> None:
+    (failed,) = reports(hears(prefill(), prompt_ordered(), taken(), broke))
+    assert (type(failed), failed.retryable) == (PrefillFailed, retryable)
+
+
+# --- the decode half ----------------------------------------------------------------------------------------
+
+
+def test_all_tokens_are_the_decode_engines() -> None:
+    state = decode()
+    assert asked(hears(state, decode_ordered(), taken())) == []
+    assert state.heartbeat(0).lacking == ["o1"]
+    (body,) = asked(hears(state, prefilled(at_ns=30 * MS)))
+    assert (body["prompt"], body["max_tokens"], body["stream"]) == (PROMPT, 4, True)
+    assert body["kv_transfer_params"] == PLACE
+    assert state.heartbeat(0).lacking == []
+    first = hears(state, heard(7, at_ns=40 * MS))
+    assert delivered(first) == [(0, [7], "")]
+    (started,) = reports(first)
+    assert (type(started), started.wait_ns) == (DecodeStarted, 10 * MS)
+    last = hears(state, heard(8, 9, 10, at_ns=70 * MS, reason="length"))
+    assert delivered(last) == [(1, [8, 9, 10], "length")]
+    (finished,) = reports(last)
+    assert isinstance(finished, RequestFinished)
+    # Queue and prefill there, and the first token here.
+    assert (finished.ttft_ns, finished.decode_ns) == (35 * MS, 30 * MS)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_result_may_come_at_any_time(first: int) -> None:
+    state, events = decode(), [prefilled(), decode_ordered(), taken()]
+    # Its tokens come after its order.
+    events.insert(first, events.pop(0))
+    assert asked(hears(state, *events[:2])) == []
+    (body,) = asked(hears(state, events[2]))
+    assert body["kv_transfer_params"] == PLACE
+    assert asked(hears(state, prefilled(), decode_ordered(), taken())) == []
+
+
+def test_a_result_of_another_worker_is_passed_over() -> None:
+    failed = KvHeard(
+        at_ns=0,
+        author_id="vllm-0",
+        message=TransferFailed(order_id="o1", request_id="r-o1", reason="x"),
+    )
+    assert hears(decode(), decode_ordered(), taken(), prefilled(by="vllm-1")) == []
+    assert hears(decode(), decode_ordered(), taken(), failed) == []
+    lied = prefilled(by="vllm-1", said="{}")
+    assert asked(hears(decode(), lied, decode_ordered(), taken())) == []
+    # Nor does it take the place of the right one.
+    (body,) = asked(hears(decode(), prefilled(), lied, decode_ordered(), taken()))
+    assert body["kv_transfer_params"] == PLACE
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"said": ""},
+        {"said": "{"},
+        {"said": "7"},
+        {"said": "[" * 100_000},
+        {"tokens": len(PROMPT) - 1},
+        {"tokens": len(PROMPT) + 1},
+    ],
+)
+def test_without_a_place_that_fits_the_engine_is_told_of_none(place: dict[str, Any]) -> None:
+    state = decode()
+    (body,) = asked(hears(state, decode_ordered(), taken(), prefilled(**place)))
+    assert "kv_transfer_params" not in body
+    # It has no reason to be asked again.
+    (failed,) = reports(hears(state, broken(None)))
+    assert isinstance(failed, DecodeFailed)
+
+
+def broken(status: int | None, *, retryable: bool = True) -> AnswerBroke:
+    refusal = None if status is None else EngineRefusal(status=status)
+    return AnswerBroke(at_ns=0, order_id="o1", reason="x", retryable=retryable, refusal=refusal)
+
+
+@pytest.mark.parametrize("how", [broken(None), broken(400, retryable=False), heard(reason="error")])
+def test_an_engine_that_cannot_have_the_kv_computes_it(how: Any) -> None:
+    state = decode()
+    (body,) = asked(hears(state, decode_ordered(), taken(), prefilled()))
+    again = hears(state, how)
+    assert reports(again) == []
+    assert asked(again) == [{name: each for name, each in body.items() if name != "kv_transfer_params"}]
+    assert [bool(action.computes_again) for action in again] == [True]
+    # Once: what it refuses then, it refuses for another reason.
+    (failed,) = reports(hears(state, how))
+    assert isinstance(failed, DecodeFailed)
+    assert state.recomputed == set()
+
+
+@pytest.mark.parametrize("status", [404, 429, 503])
+def test_an_engine_that_takes_nothing_now_is_not_asked_again(status: int) -> None:
+    state = decode()
+    (failed,) = reports(hears(state, decode_ordered(), taken(), prefilled(), broken(status)))
+    assert (type(failed), failed.retryable, failed.refusal) == (
+        DecodeFailed,
+        True,
+        EngineRefusal(status=status),
+    )
+
+
+def test_an_answer_that_breaks_off_is_not_begun_again_here() -> None:
+    (failed,) = reports(hears(decode(), decode_ordered(), taken(), prefilled(), heard(7), broken(None)))
+    assert isinstance(failed, DecodeFailed)
+
+
+def test_an_answer_that_its_client_has_whole_waits_for_the_other_half_alone() -> None:
+    state = decode()
+    assert hears(state, decode_ordered(), taken(known=(7, EOS))) == []
+    done = hears(state, prefilled(tokens=len(PROMPT) + 2))
+    assert asked(done) == []
+    assert [type(event) for event in reports(done)] == [RequestFinished]
+
+
+def test_an_order_that_is_cancelled_wants_nothing_more() -> None:
+    for before in ([], [taken()], [taken(), prefilled()], [taken(), prefilled(), heard(7)]):
+        state = decode()
+        assert hears(state, decode_ordered(), *before, OrderCancelled(at_ns=0, order_id="o1")) == [
+            HangUp("o1")
+        ]
+        assert state.orders_open() == 0
+
+
+def test_results_of_orders_that_never_come_are_not_kept_for_ever() -> None:
+    state = decode()
+    for number in range(EARLY_RESULTS_MAX + 10):
+        state.on(prefilled(f"o{number}"))
+    assert len(state.early) == EARLY_RESULTS_MAX
+
+
+def test_steps_are_timed_while_a_prompt_is_computed_elsewhere() -> None:
+    state = decode()
+    hears(state, decode_ordered("o1"), taken("o1", max_tokens=9), prefilled("o1"))
+    hears(state, decode_ordered("o2"), taken("o2"))
+    for number, at_ms in enumerate((10, 22, 34)):
+        state.on(heard(7 + number, at_ns=at_ms * MS))
+    beat = state.heartbeat(0)
+    assert (beat.steps, beat.step_ns, beat.queued, beat.running) == (1, 12 * MS, 1, 1)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(("make", "order"), [(prefill, prompt_ordered), (decode, decode_ordered)])
+def test_whatever_is_heard_each_half_has_one_end(make: Any, order: Any, seed: int) -> None:
+    draw, state = random.Random(seed), make()
+    names = [f"o{number}" for number in range(4)]
+    ends: dict[str, int] = dict.fromkeys(names, 0)
+    # Orders that an engine was asked for: it says nothing of others.
+    engine: set[str] = set()
+    for step in range(300):
+        name, at_ns = draw.choice(names), step * MS
+        known = tuple(range(50, 50 + draw.randrange(3)))
+        tokens = [draw.randrange(2, 9) for _ in range(draw.randrange(3))]
+        broke = AnswerBroke(at_ns=at_ns, order_id=name, reason="x", retryable=bool(draw.randrange(2)))
+        said = computed(*tokens, said=SAID, reason=draw.choice(["", "stop", "length", "abort"]), at_ns=at_ns)
+        events: list[Any] = [
+            order(name, at_ns),
+            taken(name, at_ns, known=known),
+            prefilled(name, at_ns, tokens=len(PROMPT) + draw.randrange(3)),
+            prefilled(name, at_ns, by="vllm-1"),
+            OrderCancelled(at_ns=at_ns, order_id=name),
+        ]
+        if name in engine:
+            events += [broke, msgspec.structs.replace(said, order_id=name)] * 2
+        open_before = set(state.requests)
+        actions = state.on(draw.choice(events))
+        state.validate()
+        engine |= {action.order_id for action in actions if isinstance(action, AskEngine)}
+        for told in reports(actions):
+            if isinstance(told, PrefillFinished | PrefillFailed | DecodeFailed | RequestFinished):
+                ends[told.order_id] += 1
+                assert told.order_id in open_before
+                assert told.order_id not in state.requests
+        engine &= set(state.requests)
+    assert any(ends.values())
