@@ -330,7 +330,7 @@ def wide_fleet(draw: random.Random) -> Script:
     """Three to thirty mixed workers, many of them alike; they hold blocks, compute prompts and decode."""
     script = cluster(
         name=draw.choice(["halfmoon", "local_cache_aware", "mooncake"]),
-        admission="none",
+        admission=draw.choice(["none", "none", "predicted"]),
         queued_max_per_worker=draw.choice([2, 100]),
         link_bytes_s=10 ** draw.randrange(7, 11),
     )
@@ -340,11 +340,12 @@ def wide_fleet(draw: random.Random) -> Script:
         msgspec.structs.replace(PROFILE, prefill_per_token_ps=100_000_001),
         msgspec.structs.replace(PROFILE, decode_per_sequence_ns=3 * MS),
     ]
+    kv_blocks, tiers = draw.choice([22, 1_000]), draw.choice([["dram"], ["dram", "ssd"]])
     for number in range(count):
-        own = {"batch_max": draw.choice([1, 3, 100]), "profile": draw.choice(costs)}
+        own = {"kv_blocks": kv_blocks, "batch_max": draw.choice([1, 3, 100]), "profile": draw.choice(costs)}
         script(mixed(number, **own))
     for number in range(draw.choice([0, 2, count])):
-        tier = draw.choice(["dram"] * 9 + ["ssd"])
+        tier = draw.choice(tiers)
         script(stored(f"m{number}", keys(draw.choice([1, 9, 20])), tier=tier))
     state = script.core.state
     state.counters.prompt_tokens, state.counters.cached_local_tokens = 1_000, draw.choice([0, 300])
@@ -361,12 +362,15 @@ def test_in_a_wide_fleet_no_mixed_worker_is_passed_over_that_would_be_taken(seed
     for _ in range(40):
         script = wide_fleet(draw)
         state, now_ns = script.core.state, script.now_ns
-        request = arrived(tokens=draw.choice([100, 500, 950, 2_001]), block_keys=keys(20))
+        request = arrived(tokens=draw.choice([100, 500, 950, 2_100]), block_keys=keys(20))
         matched = match_prefix(state, request, now_ns)
         every = mixed_candidates(state, request, matched, now_ns, 50)
-        able = [one for one in every if one.decode.room and not one.full]
+        able = [one for one in every if not one.full]
+        roomy = [one for one in able if one.decode.room]
+        if not roomy and state.policy.admission == "none":
+            roomy = able
         best = least_mixed(state, request, matched, now_ns, 50)
-        assert best == min(able, key=lambda one: one.rank, default=None)
+        assert best == min(roomy, key=lambda one: one.rank, default=None)
         assert len(every) == len(state.loads.mixed.workers)
         known += best is not None
     assert known > 20

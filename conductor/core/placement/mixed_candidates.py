@@ -73,7 +73,8 @@ def mixed_candidates(
 def least_mixed(
     state: State, request: RequestArrived, match: PrefixMatch, now_ns: int, answer_tokens: int
 ) -> MixedCandidate | None:
-    """The candidate of the least rank among those that are not full and have room.
+    """The candidate of the least rank among those that are not full and have room; where none has, among those that are
+    not full, unless admission looks for room later.
 
     None when it is not known here: the workers differ in capacity, or there is none. Then all must be looked at.
     """
@@ -81,9 +82,10 @@ def least_mixed(
     if request.prompt_tokens + request.max_tokens > index.tokens_max:
         return None
     context = request.prompt_tokens + answer_tokens
+    places = _able_places(state, context)
     best: MixedCandidate | None = None
     rank: Rank | None = None
-    for first_ns, place in sorted(_first_token_bounds(state, request.prompt_tokens, match, now_ns)):
+    for first_ns, place in sorted(_first_token_bounds(state, places, request.prompt_tokens, match, now_ns)):
         worker = index.workers[place]
         if rank is not None and first_ns >= rank[0]:
             if first_ns > rank[0]:
@@ -91,13 +93,28 @@ def least_mixed(
             if _rank_bound(worker, first_ns, context) > rank:
                 continue
         here = _candidate_of(state, worker, request, match, now_ns, answer_tokens)
-        if not here.full and here.decode.room and (rank is None or here.rank < rank):
+        if rank is None or here.rank < rank:
             best, rank = here, here.rank
     return best
 
 
-def _first_token_bounds(state: State, tokens: int, match: PrefixMatch, now_ns: int) -> list[tuple[int, int]]:
-    """A lower bound of the first token, with the price of copies, at each mixed worker, and its place.
+def _able_places(state: State, context_tokens: int) -> list[int]:
+    """Places of the workers among which the choice is; []: it is not by rank alone."""
+    index, policy = state.loads.mixed, state.policy
+    blocks = -(-context_tokens // index.block_tokens) if index.block_tokens else 0
+    able = [
+        place
+        for place, worker in enumerate(index.workers)
+        if len(worker.orders) < policy.queued_max_per_worker
+    ]
+    roomy = [place for place in able if index.rows[place].blocks_free >= blocks]
+    return roomy or ([] if policy.admission in ("early", "predicted") else able)
+
+
+def _first_token_bounds(
+    state: State, places: list[int], tokens: int, match: PrefixMatch, now_ns: int
+) -> list[tuple[int, int]]:
+    """A lower bound of the first token, with the price of copies, at each of the mixed workers, and its place.
 
     No first token comes before the queue is done and all is computed behind what may be read: the worker's own blocks
     in memory where nothing is fetched, else the longest match. Transfers, copies and decodes beside it are taken to be
@@ -108,7 +125,8 @@ def _first_token_bounds(state: State, tokens: int, match: PrefixMatch, now_ns: i
     own = rules_of(state).fetch == "local_only" and dram is match.held
     longest = min(match.longest, limit)
     found = []
-    for place, worker in enumerate(workers):
+    for place in places:
+        worker = workers[place]
         cached = min(dram.get(worker.node_id, 0), limit) if own else longest
         first_ns = worker.cost.prefill_ns(tokens, cached * worker.block_tokens) + queue_ns(worker, now_ns)
         found.append((first_ns, place))
