@@ -90,7 +90,7 @@ def adapters(nats_url: str, engines: Sequence[Engine], directory: str, output: s
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 
-    # Of one model for all of them: a second of the loop that all of them share, each time.
+    # Each would load its model's tokenizer, and all the others on this loop would wait for it.
     Tokenizer.load = functools.cache(Tokenizer.load)  # type: ignore[method-assign]
 
     async def run() -> None:
@@ -455,7 +455,7 @@ def options() -> argparse.ArgumentParser:
 def main() -> None:
     args = parsed(
         options(), engines=8, lying=0.75, rate=60.0, seconds=4.0, conductors=2, adapter_processes=1, prefixes=8,
-        warm=20, idle_s=1.0,
+        token_us=500.0, warm=20, idle_s=1.0,
     )  # fmt: skip
     lying = int(args.lying * args.engines)
     lies = [*(FAULTS[number % len(FAULTS)] for number in range(lying)), *[""] * (args.engines - lying - 1)]
