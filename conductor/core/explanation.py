@@ -77,7 +77,7 @@ def explain(
 ) -> Explanation:
     """The grounds of `verdict`, in the state in which it was found."""
     state, request = costed.state, costed.request
-    prefills, decodes, mixed = costed.every_prefill(), costed.every_decode(), costed.mixed or []
+    prefills, decodes, mixed = costed.every_prefill(), costed.every_decode(), costed.every_mixed()
     found = dict.fromkeys(c.worker_id for each in (prefills, decodes, mixed) for c in each)
     ttft_slo, tbt_slo = slo_ns(state, request)
     limits = verdict.limits if verdict is not None else None

@@ -50,7 +50,7 @@ def decide_mixed(costed: Costed, found: Sequence[MixedCandidate]) -> Placement |
     return (
         late(placement, limits, costed.waited_ns)
         or _slow(state, placement, limits, now_ns)
-        or too_large_now(state, placement, limits, len(found))
+        or too_large_now(state, placement, limits, costed.mixed_workers)
         or placement
     )
 

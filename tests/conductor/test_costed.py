@@ -27,7 +27,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return count
 
-    names = ("match_prefix", "candidates", "decode_candidates", "mixed_candidates", "prefills_to_choose_from")
+    names = (
+        "match_prefix", "candidates", "decode_candidates", "mixed_candidates", "least_mixed", "prefills_to_choose_from",
+    )  # fmt: skip
     for name in names:
         monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     return found
@@ -46,7 +48,7 @@ def cost(script: Script, **fields: Any) -> Costed:
 def test_a_decision_between_a_pair_and_a_mixed_worker_matches_and_costs_once(calls: list[str]) -> None:
     script = cluster()
     script(arrived("r1"))
-    assert calls == ["match_prefix", "prefills_to_choose_from", "mixed_candidates"]
+    assert calls == ["match_prefix", "prefills_to_choose_from", "least_mixed"]
 
 
 def test_a_request_that_is_placed_again_is_matched_and_costed_once(calls: list[str]) -> None:

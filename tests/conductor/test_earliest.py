@@ -100,7 +100,8 @@ def test_rows_are_as_if_made_anew_after_every_event(count: int) -> None:
             state = core.state
             anew = msgspec.structs.replace(state).loads
             assert state.loads.suspected_until_ns == anew.suspected_until_ns
-            for have, want in ((state.loads.prefill, anew.prefill), (state.loads.decode, anew.decode)):
+            for name in ("prefill", "decode", "mixed"):
+                have, want = getattr(state.loads, name), getattr(anew, name)
                 assert have.workers == want.workers
                 assert have.rows == want.rows
                 assert have.by_load == want.by_load

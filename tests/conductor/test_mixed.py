@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from conductor_scripts import (
     LAYOUT,
     MS,
     NULL_LAYOUT,
+    PROFILE,
     S,
     Script,
     arrived,
@@ -23,7 +25,8 @@ from conductor_scripts import (
 )
 
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement.mixed_candidates import chunk_tokens
+from halfmoon.conductor.core.placement.mixed_candidates import chunk_tokens, least_mixed, mixed_candidates
+from halfmoon.conductor.core.placement.prefix_match import match_prefix
 from halfmoon.conductor.replay.explain import remarks, verdict_text
 from halfmoon.conductor.replay.state_text import described
 from halfmoon.schemas.cost_profile import CostProfile
@@ -321,3 +324,53 @@ def test_a_worker_that_joins_once_more_keeps_its_prompts() -> None:
     order = placed(script)
     script(mixed())
     assert list(script.core.state.workers["m0"].prompts.orders) == [order.order_id]
+
+
+def wide_fleet(draw: random.Random) -> Script:
+    """Three to thirty mixed workers, many of them alike; they hold blocks, compute prompts and decode."""
+    script = cluster(
+        name=draw.choice(["halfmoon", "local_cache_aware", "mooncake"]),
+        admission=draw.choice(["none", "none", "predicted"]),
+        queued_max_per_worker=draw.choice([2, 100]),
+        link_bytes_s=10 ** draw.randrange(7, 11),
+    )
+    count = draw.randrange(3, 31)
+    costs = [
+        PROFILE,
+        msgspec.structs.replace(PROFILE, prefill_per_token_ps=100_000_001),
+        msgspec.structs.replace(PROFILE, decode_per_sequence_ns=3 * MS),
+    ]
+    kv_blocks, tiers = draw.choice([22, 1_000]), draw.choice([["dram"], ["dram", "ssd"]])
+    for number in range(count):
+        own = {"kv_blocks": kv_blocks, "batch_max": draw.choice([1, 3, 100]), "profile": draw.choice(costs)}
+        script(mixed(number, **own))
+    for number in range(draw.choice([0, 2, count])):
+        tier = draw.choice(tiers)
+        script(stored(f"m{number}", keys(draw.choice([1, 9, 20])), tier=tier))
+    state = script.core.state
+    state.counters.prompt_tokens, state.counters.cached_local_tokens = 1_000, draw.choice([0, 300])
+    for number in range(draw.choice([0, 5, 60])):
+        for order in script.orders(arrived(f"r{number}", draw.choice([100, 950]), block_keys=b"")):
+            if isinstance(order, StartMixed) and draw.random() < 0.7:
+                script(prefilled(order.order_id, order.request_id, order.worker_id), after_ns=MS)
+    return script
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_a_wide_fleet_no_mixed_worker_is_passed_over_that_would_be_taken(seed: int) -> None:
+    draw, known = random.Random(seed), 0
+    for _ in range(40):
+        script = wide_fleet(draw)
+        state, now_ns = script.core.state, script.now_ns
+        request = arrived(tokens=draw.choice([100, 500, 950, 2_100]), block_keys=keys(20))
+        matched = match_prefix(state, request, now_ns)
+        every = mixed_candidates(state, request, matched, now_ns, 50)
+        able = [one for one in every if not one.full]
+        roomy = [one for one in able if one.decode.room]
+        if not roomy and state.policy.admission == "none":
+            roomy = able
+        best = least_mixed(state, request, matched, now_ns, 50)
+        assert best == min(roomy, key=lambda one: one.rank, default=None)
+        assert len(every) == len(state.loads.mixed.workers)
+        known += best is not None
+    assert known > 20

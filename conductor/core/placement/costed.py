@@ -2,7 +2,7 @@
 
 `cost_request` matches the prefix, estimates the length of the answer, and costs the workers. Where the policy's order
 has a bound, it costs one prefill and one decode candidate: the ones that the policy would take of all (`best_first`,
-`shortest_step`). An explanation asks for every one.
+`shortest_step`); and one mixed worker (`least_mixed`). An explanation asks for every one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from halfmoon.conductor.core.placement.decode_candidates import (
     has_room,
 )
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
-from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate, mixed_candidates
+from halfmoon.conductor.core.placement.mixed_candidates import (
+    MixedCandidate,
+    least_mixed,
+    mixed_candidates,
+)
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch, match_prefix
 from halfmoon.conductor.core.placement.prices import Row, row_of
 from halfmoon.conductor.core.state.core_state import State
@@ -60,8 +64,10 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
     all_decodes: bool = False
     #: No decode worker that could take it has a longer step.
     tbt_ns_max: int = 0
-    #: None: no mixed worker is there, or none may be chosen.
+    #: As many as the choice needs, or all, and how many there are; None: there is none, or none may be chosen.
     mixed: list[MixedCandidate] | None = None
+    all_mixed: bool = False
+    mixed_workers: int = 0
     loads: dict[tuple[str, int], Load] = {}
 
     def every_prefill(self) -> list[Candidate]:
@@ -79,6 +85,17 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
             )
             self.all_decodes = True
         return self.decodes
+
+    def every_mixed(self) -> list[MixedCandidate]:
+        """Every mixed worker that could take it, by id; [] where none may be chosen."""
+        if self.mixed is None:
+            return []
+        if not self.all_mixed:
+            self.mixed = mixed_candidates(
+                self.state, self.request, self.match, self.now_ns, self.answer_tokens, avoid=self.avoid
+            )
+            self.mixed_workers, self.all_mixed = len(self.mixed), True
+        return self.mixed
 
     def load_at(self, worker: WorkerRecord, end_ns: int) -> Load:
         """The batch of a decode worker at `end_ns` (admission `predicted`), or now."""
@@ -155,7 +172,12 @@ def cost_request(
         costed.every_prefill()
         costed.every_decode()
     if state.loads.mixed.workers and state.policy.mixed_choice != "never":
-        costed.mixed = mixed_candidates(state, request, match, now_ns, answer_tokens, avoid=costed.avoid)
+        least = least_mixed(state, request, match, now_ns, answer_tokens) if avoid is None else None
+        costed.mixed, costed.mixed_workers = [], len(state.loads.mixed.workers)
+        if least is not None:
+            costed.mixed.append(least)
+        else:
+            costed.every_mixed()
     return costed
 
 

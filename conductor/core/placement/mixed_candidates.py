@@ -5,6 +5,10 @@ iterations; and beside the answer go chunks of other prompts, up to the token bu
 
 Source: Sarathi-Serve (OSDI'24), sections 4.2 and 4.3: the time that a chunk adds to a decode's iteration, and the
 reverse.
+
+In a large fleet nearly all workers are passed over: `least_mixed` bounds each one's first token from below, and costs
+those alone whose bound is no later than the best so far. The answer is that of looking at all of them, ties included:
+tests compare the two, on random logs.
 """
 
 from __future__ import annotations
@@ -13,13 +17,18 @@ from collections.abc import Sequence
 
 import msgspec
 
-from halfmoon.conductor.core.placement.candidates import candidate_of
+from halfmoon.conductor.core.placement.candidates import cached_blocks_max, candidate_of
 from halfmoon.conductor.core.placement.decode_candidates import decode_candidate_of, decode_fits
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
+from halfmoon.conductor.core.placement.policies import rules_of
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch
 from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.events import RequestArrived
+
+#: The figures that are compared: first token with the price of copies, time between tokens, orders, id.
+Rank = tuple[int, int, int, str]
 
 
 class MixedCandidate(msgspec.Struct, kw_only=True):
@@ -38,8 +47,8 @@ class MixedCandidate(msgspec.Struct, kw_only=True):
         return self.prefill.full or self.decode.full
 
     @property
-    def rank(self) -> tuple[int, int, int, str]:
-        """The least is chosen: first token with the price of copies, time between tokens, orders, id."""
+    def rank(self) -> Rank:
+        """The least is chosen."""
         first_token_ns = self.prefill.ttft_ns + self.prefill.copies_ns
         return first_token_ns, self.decode.tbt_ns, self.prefill.orders, self.worker_id
 
@@ -59,6 +68,78 @@ def mixed_candidates(
     fitting = [worker for worker in state.loads.mixed.workers if decode_fits(state, worker, request)]
     workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
     return [_candidate_of(state, worker, request, match, now_ns, answer_tokens) for worker in workers]
+
+
+def least_mixed(
+    state: State, request: RequestArrived, match: PrefixMatch, now_ns: int, answer_tokens: int
+) -> MixedCandidate | None:
+    """The candidate of the least rank among those that are not full and have room; where none has, among those that are
+    not full, unless admission looks for room later.
+
+    None when it is not known here: the workers differ in capacity, or there is none. Then all must be looked at.
+    """
+    index = state.loads.mixed
+    if request.prompt_tokens + request.max_tokens > index.tokens_max:
+        return None
+    context = request.prompt_tokens + answer_tokens
+    places = _able_places(state, context)
+    best: MixedCandidate | None = None
+    rank: Rank | None = None
+    for first_ns, place in sorted(_first_token_bounds(state, places, request.prompt_tokens, match, now_ns)):
+        worker = index.workers[place]
+        if rank is not None and first_ns >= rank[0]:
+            if first_ns > rank[0]:
+                break
+            if _rank_bound(worker, first_ns, context) > rank:
+                continue
+        here = _candidate_of(state, worker, request, match, now_ns, answer_tokens)
+        if rank is None or here.rank < rank:
+            best, rank = here, here.rank
+    return best
+
+
+def _able_places(state: State, context_tokens: int) -> list[int]:
+    """Places of the workers among which the choice is; []: it is not by rank alone."""
+    index, policy = state.loads.mixed, state.policy
+    blocks = -(-context_tokens // index.block_tokens) if index.block_tokens else 0
+    able = [
+        place
+        for place, worker in enumerate(index.workers)
+        if len(worker.orders) < policy.queued_max_per_worker
+    ]
+    roomy = [place for place in able if index.rows[place].blocks_free >= blocks]
+    return roomy or ([] if policy.admission in ("early", "predicted") else able)
+
+
+def _first_token_bounds(
+    state: State, places: list[int], tokens: int, match: PrefixMatch, now_ns: int
+) -> list[tuple[int, int]]:
+    """A lower bound of the first token, with the price of copies, at each of the mixed workers, and its place.
+
+    No first token comes before the queue is done and all is computed behind what may be read: the worker's own blocks
+    in memory where nothing is fetched, else the longest match. Transfers, copies and decodes beside it are taken to be
+    free.
+    """
+    workers, dram = state.loads.mixed.workers, match.dram
+    limit = cached_blocks_max(workers[0], tokens) if workers else 0
+    own = rules_of(state).fetch == "local_only" and dram is match.held
+    longest = min(match.longest, limit)
+    found = []
+    for place in places:
+        worker = workers[place]
+        cached = min(dram.get(worker.node_id, 0), limit) if own else longest
+        first_ns = worker.cost.prefill_ns(tokens, cached * worker.block_tokens) + queue_ns(worker, now_ns)
+        found.append((first_ns, place))
+    return found
+
+
+def _rank_bound(worker: WorkerRecord, first_ns: int, context_tokens: int) -> Rank:
+    """A lower bound of the worker's rank, whose first token is not before `first_ns`."""
+    sequences = len(worker.orders)
+    if worker.priced:
+        return first_ns, 0, sequences, worker.worker_id
+    step_ns = worker.cost.step_ns(sequences + 1, worker.context_tokens + context_tokens)
+    return first_ns, step_ns, sequences, worker.worker_id
 
 
 def _candidate_of(
