@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.cluster.harness import Cluster, children
 from tests.eventually import eventually_here
@@ -21,12 +22,17 @@ TIGHTEN_S = 0.02
 #: The kernel counts pages before they are used, some for each core.
 CHARGED_AHEAD = 1 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")
-#: "" while nothing is left of the resource; else what is.
-Left = Callable[[], str]
+
+
+class Shortage(NamedTuple):
+    """`left`: "" while nothing is left of the resource; else what is. `met`: somebody has asked for some."""
+
+    left: Callable[[], str]
+    met: Callable[[], bool] = lambda: True
 
 
 class Machine:
-    """The cluster's resources. Each method is a `with` block that gives a `Left`."""
+    """The cluster's resources. Each method is a `with` block that gives a `Shortage`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -39,7 +45,7 @@ class Machine:
         return self.cluster.pid(name)
 
     @contextlib.contextmanager
-    def descriptors(self, name: str, *, kill: str = "") -> Iterator[Left]:
+    def descriptors(self, name: str, *, kill: str = "") -> Iterator[Shortage]:
         """No file descriptor is left to the process. `kill`: another one dies meanwhile."""
         pid = self.pid(name)
 
@@ -50,10 +56,10 @@ class Machine:
         with self._limited(pid, resource.RLIMIT_NOFILE, lambda: _first_free(pid)):
             if kill:
                 self.cluster.kill(kill)
-            yield lambda: _of_living(pid, left)
+            yield Shortage(lambda: _of_living(pid, left))
 
     @contextlib.contextmanager
-    def memory(self, name: str) -> Iterator[Left]:
+    def memory(self, name: str) -> Iterator[Shortage]:
         """No page of memory is left to the process but those that it has; the kernel kills it when it must have one."""
         group = _new_group("memory", "memory.limit_in_bytes") or _new_group("memory", "memory.max")
         assert group is not None, "no control group of memory can be made here"
@@ -74,15 +80,13 @@ class Machine:
                 return "" if free < CHARGED_AHEAD else f"{free} bytes"
 
             with _again_and_again(tighten):
-                yield left
-            refusals = _refusals(group)
+                yield Shortage(left, met=lambda: _refusals(group) > 0)
             most.write_text("-1" if old else "max")
-            assert refusals, "nobody asked for a page"
         finally:
             _end_group(group)
 
     @contextlib.contextmanager
-    def address_space(self, name: str) -> Iterator[Left]:
+    def address_space(self, name: str) -> Iterator[Shortage]:
         """No address space is left to the process: it is told so where it asks for some."""
         pid = self.pid(name)
 
@@ -92,7 +96,7 @@ class Machine:
             return "" if used >= limit else f"{limit - used} bytes of {limit}"
 
         with self._limited(pid, resource.RLIMIT_AS, lambda: _address_space(pid)):
-            yield lambda: _of_living(pid, left)
+            yield Shortage(lambda: _of_living(pid, left))
 
     @contextlib.contextmanager
     def _limited(self, pid: int, kind: int, in_use: Callable[[], int]) -> Iterator[None]:
@@ -109,25 +113,25 @@ class Machine:
             resource.prlimit(pid, kind, before)
 
     @contextlib.contextmanager
-    def disk(self, directory: Path, *, kill: str = "") -> Iterator[Left]:
+    def disk(self, directory: Path, *, kill: str = "") -> Iterator[Shortage]:
         """The file system is full to the last byte. `kill`: a process that has to do with it dies meanwhile."""
         with filled(directory):
             if kill:
                 self.cluster.kill(kill)
-            yield lambda: _free(directory)
+            yield Shortage(lambda: _free(directory))
 
     @contextlib.contextmanager
-    def tier_disk(self, directory: Path) -> Iterator[Left]:
+    def tier_disk(self, directory: Path) -> Iterator[Shortage]:
         """The files of the SSD tier are gone, and their disk is full before there are new ones."""
         files = [path for path in directory.rglob("*") if path.is_file()]
         assert files, "there is no tier"
         for path in files:
             path.unlink()
         with filled(directory):
-            yield lambda: _free(directory)
+            yield Shortage(lambda: _free(directory))
 
     @contextlib.contextmanager
-    def tasks(self, kill: str) -> Iterator[Left]:
+    def tasks(self, kill: str) -> Iterator[Shortage]:
         """No thread and no process can be begun in the whole cluster, and one that is wanted dies."""
         group = _new_group("pids", "pids.max")
         assert group is not None, "no control group of tasks can be made here"
@@ -146,14 +150,13 @@ class Machine:
 
             with _again_and_again(tighten):
                 self.cluster.kill(kill)
-                yield left
+                yield Shortage(left, met=lambda: _refusals(group) > 0)
             (group / "pids.max").write_text("max")
-            assert _refusals(group), "nobody asked for a task"
         finally:
             _end_group(group)
 
 
-def _of_living(pid: int, left: Left) -> str:
+def _of_living(pid: int, left: Callable[[], str]) -> str:
     """A process that died of it has nothing left."""
     try:
         return left()
