@@ -33,12 +33,12 @@ from halfmoon.conductor.core.state.records import Request
 from halfmoon.conductor.core.step_learning import learn_arrival, learn_offered_of
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import (
+    EngineRefusal,
     FailRequest,
     RejectReason,
     RejectRequest,
     SetTimer,
 )
-from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.types import INT_MAX
 

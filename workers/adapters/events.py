@@ -7,7 +7,7 @@ After HangUp nothing more is heard of an order.
 
 from __future__ import annotations
 
-from halfmoon.schemas.engine_refusal import EngineRefusal
+from halfmoon.schemas.decisions import EngineRefusal
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.decode.events import ResendRequested
 from halfmoon.workers.machines import (

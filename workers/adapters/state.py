@@ -18,8 +18,7 @@ no prompt was computed meanwhile.
 from __future__ import annotations
 
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import StartMixed
-from halfmoon.schemas.engine_refusal import EngineRefusal
+from halfmoon.schemas.decisions import EngineRefusal, StartMixed
 from halfmoon.schemas.events import (
     DecodeFailed,
     DecodeStarted,

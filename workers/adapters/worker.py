@@ -22,8 +22,7 @@ from prometheus_client.registry import Collector
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.telemetry.metrics import counter, gauge
 from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartMixed
-from halfmoon.schemas.engine_refusal import EngineRefusal
+from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, EngineRefusal, StartMixed
 from halfmoon.schemas.events import StoreJoined
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.store.agent.announcer import Announcer
