@@ -16,7 +16,7 @@ from halfmoon.conductor.core.corrections import load_changed, price_prompt, turn
 from halfmoon.conductor.core.loans import book_loans, end_loans
 from halfmoon.conductor.core.objectives import tbt_objective_ns
 from halfmoon.conductor.core.placement.measures import Candidate
-from halfmoon.conductor.core.replication import spread_hot_prefix
+from halfmoon.conductor.core.placement.replication import copy_of_hot_prefix
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import (
     DecodeHalf,
@@ -90,7 +90,9 @@ def give_order(state: State, request: Request, placement: Placement, out: StepOu
     price_prompt(state, order, prefill)
     _reserve(state, order, now_ns + prefill.transfer_ns)
     _give(state, request, order, prefill, out)
-    spread_hot_prefix(state, event, prefill, out)
+    copy = copy_of_hot_prefix(state, event, prefill)
+    if copy is not None:
+        out.append(copy)
 
 
 def _give(state: State, request: Request, order: Order, prefill: Candidate, out: StepOutput) -> None:

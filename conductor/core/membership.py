@@ -30,12 +30,15 @@ from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import AnnounceYourself, FailRequest
 from halfmoon.schemas.events import (
+    BlocksEvicted,
+    BlocksStored,
     FrontendHeartbeat,
     FrontendJoined,
     StoreHeartbeat,
     StoreInventory,
     StoreJoined,
     StoreSuspected,
+    TierLost,
     WorkerDraining,
     WorkerHeartbeat,
     WorkerJoined,
@@ -230,7 +233,7 @@ def store_joined(state: State, event: StoreJoined, out: StepOutput) -> None:
 
 
 def store_heartbeat(state: State, event: StoreHeartbeat, out: StepOutput) -> None:
-    store = known_store(state, event.node_id, event.incarnation)
+    store = _known_store(state, event.node_id, event.incarnation)
     if store is None:
         _ask(state, "store", "store", event.node_id, out)
         return
@@ -238,17 +241,32 @@ def store_heartbeat(state: State, event: StoreHeartbeat, out: StepOutput) -> Non
     store.slots_used = event.slots_used
 
 
-def known_store(state: State, node_id: str, incarnation: str) -> StoreRecord | None:
+def _known_store(state: State, node_id: str, incarnation: str) -> StoreRecord | None:
     store = state.stores.get(node_id)
     return store if store is not None and store.incarnation == incarnation else None
 
 
-def store_inventory(state: State, event: StoreInventory) -> None:
-    """Blocks that a store had when it started: each part once."""
-    store = known_store(state, event.node_id, event.incarnation)
-    if store is not None and event.part not in store.parts_seen:
-        store.parts_seen[event.part] = True
-        state.index.add(event.node_id, event.block_keys, event.tier)
+def blocks_reported(state: State, event: BlocksStored | BlocksEvicted | TierLost | StoreInventory) -> None:
+    """The blocks of a node, from the store agent that is known there."""
+    store = _known_store(state, event.node_id, event.incarnation)
+    if store is None:
+        return
+    match event:
+        case BlocksStored():
+            state.index.add(event.node_id, event.block_keys, event.tier)
+        case BlocksEvicted():
+            state.index.discard(event.node_id, event.block_keys, event.tier)
+            if state.policy.copies_price == "displaced":
+                state.displaced.evict(state.index, event.block_keys, state.loads.pool_blocks)
+        case TierLost():
+            state.index.forget_tier(event.node_id, event.tier)
+        case StoreInventory():
+            # What it had when it started; each part counts once.
+            if event.part not in store.parts_seen:
+                store.parts_seen[event.part] = True
+                state.index.add(event.node_id, event.block_keys, event.tier)
+        case _:
+            assert_never(event)
 
 
 def store_suspected(state: State, event: StoreSuspected) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from halfmoon.conductor.core import loans, machine, membership, moves, reconcile, resume, roles
+from halfmoon.conductor.core import loans, machine, membership, moves, order_events, reconcile, resume, roles
 from halfmoon.conductor.core.placement import parts
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.sampling import SampledToken
@@ -183,7 +183,7 @@ def test_a_refused_move_that_stays_booked_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_owner_whose_room_does_not_grow_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = machine.kv_moved
+    whole = order_events.kv_moved
 
     def keeps(state: Any, order: Any, event: Any) -> bool:
         before = state.workers[order.decode_id].reserved_blocks
@@ -191,7 +191,7 @@ def test_an_owner_whose_room_does_not_grow_is_found(monkeypatch: pytest.MonkeyPa
         state.workers[order.decode_id].reserved_blocks = before
         return found
 
-    monkeypatch.setattr(machine, "kv_moved", keeps)
+    monkeypatch.setattr(order_events, "kv_moved", keeps)
     fails("I18 ", "moves")
 
 
