@@ -35,7 +35,7 @@ from halfmoon.schemas.decisions import (
     StartPrefill,
     StartStage,
 )
-from halfmoon.schemas.events import RequestArrived, StageFinished
+from halfmoon.schemas.events import RequestArrived
 
 # --- given --------------------------------------------------------------------------------------------------
 
@@ -289,6 +289,7 @@ def free_stages(state: State, order: Order) -> None:
 
 
 def free_stage(state: State, order: Order, worker_id: str) -> None:
+    """The worker's part is over; the one with the last part ends the order."""
     order.prefill.staged.remove(worker_id)
     worker = state.workers.get(worker_id)
     # It may have died, or have started again.
@@ -296,13 +297,6 @@ def free_stage(state: State, order: Order, worker_id: str) -> None:
         return
     leave_prefills(state, worker, order)
     load_changed(state, worker_id)
-
-
-def stage_finished(state: State, event: StageFinished) -> None:
-    """Free a stage that is over early; the worker with the last part ends the order."""
-    order = state.orders.get(event.order_id)
-    if order is not None and event.worker_id in order.prefill.staged:
-        free_stage(state, order, event.worker_id)
 
 
 # --- taken back ---------------------------------------------------------------------------------------------

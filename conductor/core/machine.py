@@ -37,7 +37,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from halfmoon.conductor.core import booking, membership, moves, order_events, orders, roles
+from halfmoon.conductor.core import membership, moves, order_events, orders, roles
 from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_supposed
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.placement.policies import check_known
@@ -204,17 +204,18 @@ _decoder = msgspec.msgpack.Decoder(_Snapshot, dec_hook=_decode_index)
 
 def _apply(state: State, event: Event, out: StepOutput) -> None:
     match event:
-        case BlocksStored() | BlocksEvicted() | TierLost() | StoreInventory():
-            membership.blocks_reported(state, event)
         case RequestArrived():
-            if event.request_id in state.finished:
-                if event.answer_lost:
-                    orders.accept_again(state, event, out)
-            elif event.request_id not in state.requests:
+            if event.request_id not in state.requests and event.request_id not in state.finished:
                 orders.accept_or_reject(state, event, out)
+            elif event.answer_lost and event.request_id in state.finished:
+                orders.accept_again(state, event, out)
+        case RequestCancelled():
+            if event.request_id in state.requests:
+                orders.cancel(state, state.requests[event.request_id], out)
         case (
             PrefillFinished()
             | PrefillFailed()
+            | StageFinished()
             | DecodeStarted()
             | DecodeRefused()
             | DecodeFailed()
@@ -223,36 +224,32 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
             | RequestFinished()
         ):
             order_events.apply(state, event, out)
-        case StageFinished():
-            booking.stage_finished(state, event)
-        case StateDigested():
-            pass
         case WorkerHeartbeat():
             _worker_heartbeat(state, event, out)
-        case StoreHeartbeat():
-            membership.store_heartbeat(state, event, out)
-        case FrontendHeartbeat():
-            membership.frontend_heartbeat(state, event, out)
-        case TimerFired():
-            _timer_fired(state, event, out)
-        case RequestCancelled():
-            _request_cancelled(state, event, out)
-        case StoreSuspected():
-            membership.store_suspected(state, event)
         case WorkerJoined():
             membership.worker_joined(state, event, out)
         case WorkerDraining():
             membership.worker_draining(state, event, out)
         case WorkerLeft():
             membership.worker_left(state, event.worker_id, event.incarnation, out)
+        case BlocksStored() | BlocksEvicted() | TierLost() | StoreInventory():
+            membership.blocks_reported(state, event)
+        case StoreHeartbeat():
+            membership.store_heartbeat(state, event, out)
+        case StoreSuspected():
+            membership.store_suspected(state, event)
         case StoreJoined():
             membership.store_joined(state, event, out)
         case StoreLeft():
             membership.store_left(state, event.node_id, event.incarnation)
+        case FrontendHeartbeat():
+            membership.frontend_heartbeat(state, event, out)
         case FrontendJoined():
             membership.frontend_joined(state, event, out)
         case FrontendLeft():
             membership.frontend_left(state, event.frontend_id, event.incarnation, out)
+        case TimerFired():
+            _timer_fired(state, event, out)
         case ClusterConfigured():
             check_known(event.policy)
             state.policy, state.code_version = event.policy, event.code_version
@@ -260,10 +257,20 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
             moves.policy_changed(state, event, out)
         case RoleWanted():
             roles.role_wanted(state, event, out)
+        case StateDigested():
+            pass
         case _:
             assert_never(event)
     if isinstance(event, _MAY_END_AN_ORDER):
         orders.place_borrowers(state, out)
+
+
+def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> None:
+    worker = membership.worker_heartbeat(state, event, out)
+    if worker is not None:
+        learn_step(state, worker, event)
+        judge_places(state, worker, event)
+        reconcile_orders(state, worker, event, out)
 
 
 def _timer_fired(state: State, event: TimerFired, out: StepOutput) -> None:
@@ -280,21 +287,3 @@ def _timer_fired(state: State, event: TimerFired, out: StepOutput) -> None:
         moves.plan_moves(state, out)
     elif event.key == roles.TIMER:
         roles.plan_roles(state, out)
-
-
-def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> None:
-    worker = membership.worker_heartbeat(state, event, out)
-    if worker is not None:
-        learn_step(state, worker, event)
-        judge_places(state, worker, event)
-        reconcile_orders(state, worker, event, out)
-
-
-def _request_cancelled(state: State, event: RequestCancelled, out: StepOutput) -> None:
-    request = state.requests.get(event.request_id)
-    if request is None:
-        return
-    if request.order_id:
-        booking.withdraw(state, state.orders[request.order_id], out, prefill_runs=True, decode_runs=True)
-    orders.end(state, request)
-    state.counters.cancelled += 1

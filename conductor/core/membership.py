@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import assert_never, cast
 
-from halfmoon.conductor.core.booking import withdraw
 from halfmoon.conductor.core.loans import end_move
-from halfmoon.conductor.core.orders import arm, end, place_parked
+from halfmoon.conductor.core.orders import arm, cancel, place_parked
 from halfmoon.conductor.core.reconcile import lose_orders
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.cost import decode_fit, prefill_fit
@@ -332,12 +331,8 @@ def _cancel_all(state: State, frontend_id: str, out: StepOutput) -> None:
     """
     mine = [request for request in state.requests.values() if request.event.frontend_id == frontend_id]
     for request in mine:
-        if request.order_id:
-            order = state.orders[request.order_id]
-            withdraw(state, order, out, prefill_runs=True, decode_runs=True)
-        end(state, request)
+        cancel(state, request, out)
         del state.finished[request.event.request_id]
-        state.counters.cancelled += 1
 
 
 # --- signs of life ------------------------------------------------------------------------------------------

@@ -25,13 +25,23 @@ from halfmoon.schemas.events import (
     PrefillFailed,
     PrefillFinished,
     RequestFinished,
+    StageFinished,
 )
 
-PrefillEvent = PrefillFinished | PrefillFailed
-DecodeEvent = DecodeStarted | DecodeRefused | DecodeFailed | KvMoved | KvMoveRefused | RequestFinished
+OrderEvent = (
+    PrefillFinished
+    | PrefillFailed
+    | StageFinished
+    | DecodeStarted
+    | DecodeRefused
+    | DecodeFailed
+    | KvMoved
+    | KvMoveRefused
+    | RequestFinished
+)
 
 
-def apply(state: State, event: PrefillEvent | DecodeEvent, out: StepOutput) -> None:
+def apply(state: State, event: OrderEvent, out: StepOutput) -> None:
     """Change the order that the event is about, and its request; nothing where it is not open there."""
     order = _open_order(state, event)
     if order is None:
@@ -43,6 +53,8 @@ def apply(state: State, event: PrefillEvent | DecodeEvent, out: StepOutput) -> N
     match event:
         case PrefillFinished():
             _prefill_finished(state, order, request, event)
+        case StageFinished():
+            booking.free_stage(state, order, event.worker_id)
         case DecodeStarted():
             order.decode.running = True
         case KvMoved():
@@ -66,14 +78,28 @@ def apply(state: State, event: PrefillEvent | DecodeEvent, out: StepOutput) -> N
             assert_never(event)
 
 
-def _open_order(state: State, event: PrefillEvent | DecodeEvent) -> Order | None:
-    """The order that the event is about, if its author has that half of it."""
+def _open_order(state: State, event: OrderEvent) -> Order | None:
+    """The order that the event is about, if it is open and the event's worker has that half or stage of it."""
     order = state.orders.get(event.order_id)
     if order is None or order.request_id != event.request_id:
         return None
-    if isinstance(event, PrefillEvent):
-        return order if order.prefill_id == event.worker_id and order.phase == "prefill" else None
-    return order if order.decode_id == event.worker_id else None
+    match event:
+        case StageFinished():
+            is_its = event.worker_id in order.prefill.staged
+        case PrefillFinished() | PrefillFailed():
+            is_its = event.worker_id == order.prefill_id and order.phase == "prefill"
+        case (
+            DecodeStarted()
+            | DecodeRefused()
+            | DecodeFailed()
+            | KvMoved()
+            | KvMoveRefused()
+            | RequestFinished()
+        ):
+            is_its = event.worker_id == order.decode_id
+        case _:
+            assert_never(event)
+    return order if is_its else None
 
 
 # --- the prefill half ---------------------------------------------------------------------------------------

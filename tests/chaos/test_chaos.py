@@ -14,7 +14,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from halfmoon.conductor.core import loans, machine, membership, moves, order_events, reconcile, resume, roles
+from halfmoon.conductor.core import (
+    booking,
+    loans,
+    machine,
+    membership,
+    moves,
+    order_events,
+    reconcile,
+    resume,
+    roles,
+)
 from halfmoon.conductor.core.placement import parts
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.sampling import SampledToken
@@ -157,7 +167,7 @@ def test_room_at_a_lender_that_is_promised_twice_is_found(monkeypatch: pytest.Mo
 
 
 def test_a_loan_that_outlives_its_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.booking, "end_loans", lambda *_: None)
+    monkeypatch.setattr(booking, "end_loans", lambda *_: None)
     fails("I32 ", "lending")
 
 
