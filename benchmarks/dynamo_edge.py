@@ -39,7 +39,10 @@ from halfmoon.bus.embedded import free_port
 #: What an answer ends with: the last event, and the chunk that ends the body.
 DONE, LAST_CHUNK = b"data: [DONE]", b"0\r\n\r\n"
 OK = b"HTTP/1.1 200"
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+)
 START_S = 120.0
 MODEL = "bench"
 

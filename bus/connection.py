@@ -217,12 +217,12 @@ class Bus:
             problem = f"the event log did not take {type(event).__name__} within {within_s:g} s"
             raise NotStored(problem) from None
 
-    def append_soon(self, event: Event, *, source_id: str, message_id: str = "") -> None:
+    def append_soon(self, event: Event, *, source_id: str) -> None:
         """Store `event` in its turn; sent again until it is stored."""
         self._publisher.submit(
             subjects.event(source_id, type(event).__name__),
             encode(event),
-            message_id=message_id or self._message_id(),
+            message_id=self._message_id(),
         )
 
     async def flush(self, timeout_s: float) -> bool:

@@ -59,17 +59,17 @@ _PORT_DRAWS = 200
 _STARTS = 5
 
 
-def free_port(host: str = "127.0.0.1", count: int = 1) -> int:
-    """The first of `count` ports in a row that were free a moment ago. Raises BusUnreachable when none are found.
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago. Raises BusUnreachable when none is found.
 
-    They lie below those that the kernel gives to outgoing connections: one of these would else take the port
+    It lies below those that the kernel gives to outgoing connections: one of these would else take it
     before a server binds it.
     """
     for _ in range(_PORT_DRAWS):
-        first = secrets.choice(_PORTS)
-        if all(_is_free(host, port) for port in range(first, first + count)):
-            return first
-    raise BusUnreachable(f"no {count} free ports in a row on {host} in {_PORT_DRAWS} draws")
+        port = secrets.choice(_PORTS)
+        if _is_free(host, port):
+            return port
+    raise BusUnreachable(f"no free port on {host} in {_PORT_DRAWS} draws")
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -62,8 +62,6 @@ class StreamReader:
         self._heard_at = 0.0
         self._reset = True
         self._closed = False
-        #: Messages that there were to read when the consumer was made.
-        self.pending_at_open = 0
 
     async def open(self) -> None:
         """Nothing published after this returns is missed. Reading calls it where nobody did."""
@@ -134,7 +132,6 @@ class StreamReader:
             self._reset = True
             raise
         self._consumer = str(answer["name"])
-        self.pending_at_open = int(answer.get("num_pending", 0))
         self._heard_at = time.monotonic()
 
     async def _drop(self) -> None:

@@ -11,7 +11,6 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
-from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.roles import MemberRole, WorkerRole
 from halfmoon.schemas.similar import Reference
@@ -217,6 +216,18 @@ class RejectRequest(Message, frozen=True):
     predicted: Prediction = Prediction()
     ttft_slo_ns: Ns = 0
     tbt_slo_ns: Ns = 0
+    retry_after_ns: Ns = 0
+
+
+class EngineRefusal(Part, frozen=True):
+    """An engine's refusal of a request, on its way from the worker to the client.
+
+    `status`: HTTP's, as the client gets it. `param`: the field of the request that is refused; "": none is named.
+    """
+
+    status: Annotated[int, Meta(ge=400, le=599)]
+    param: Text = ""
+    #: When to try again; 0: unknown.
     retry_after_ns: Ns = 0
 
 

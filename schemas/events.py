@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta
 
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.engine_refusal import EngineRefusal
+from halfmoon.schemas.decisions import EngineRefusal
 from halfmoon.schemas.lending import PlaceWait
 from halfmoon.schemas.policy import Layout, Policy
 from halfmoon.schemas.roles import WorkerRole

@@ -22,7 +22,7 @@ from halfmoon.schemas.types import BlockKeys, Id, Part, Tokens
 SHINGLE_TOKENS = 4
 SAMPLES = 64
 _SAMPLE_BYTES = 4
-#: The mean over 30 layers of `halfmoon.workers.model.similar.schedule`.
+#: The mean over 30 layers of `halfmoon.workers.model.similar.selective.Schedule`.
 _FOUND_PERCENT = 24
 #: Of a sample that no shingle fell into.
 _NONE = 0xFFFF_FFFF

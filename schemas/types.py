@@ -43,7 +43,7 @@ BlockKeys = Annotated[
 PackedTokens = Annotated[
     bytes, Meta(max_length=4 * PACKED_TOKENS_MAX, description="token ids, little-endian u32")
 ]
-#: Rows of a prompt's log probabilities (base64 in JSON). See `halfmoon.schemas.prompt_logprobs`.
+#: Rows of a prompt's log probabilities (base64 in JSON). See `halfmoon.schemas.sampling`.
 PackedLogprobs = Annotated[
     bytes, Meta(max_length=PACKED_TOKENS_MAX, description="rows of a prompt's log probabilities")
 ]

@@ -114,9 +114,9 @@ FAULTS = {
         "tests/conductor/test_losses.py tests/chaos/test_chaos.py",
     ),
     "a cancelled request is computed to its end": Fault(
-        "conductor/core/machine.py",
-        "        booking.withdraw(state, state.orders[request.order_id], out, prefill_runs=True, decode_runs=True)\n"
-        "    orders.end(state, request)\n    state.counters.cancelled += 1",
+        "conductor/core/orders.py",
+        "        withdraw(state, state.orders[request.order_id], out, prefill_runs=True, decode_runs=True)\n"
+        "    end(state, request)\n    state.counters.cancelled += 1",
         "        pass\n    state.counters.cancelled += 1",
         "tests/conductor/test_requests.py tests/chaos/test_chaos.py",
     ),

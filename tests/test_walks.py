@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from benchmarks import structure
 from tests.sources import parsed
 
 ROOT = Path(__file__).parents[1]
+FOLDER_FILES_MAX = 20
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,13 @@ def test_the_walk_of_a_request_through_the_core_is_nearly_a_line(
     assert walk.returns <= 40, [function for _, function in walk.places]
 
 
-def test_the_core_has_few_files_and_its_head_few_imports(modules: dict[str, structure.Module]) -> None:
-    assert len([each for each in modules.values() if each.folder == "conductor.core"]) <= 20
+def test_the_walk_of_any_event_comes_back_no_more_often_than_it_did(
+    modules: dict[str, structure.Module],
+) -> None:
+    assert structure.walk(modules, structure.EVENT).returns <= 90
+
+
+def test_a_folder_has_few_files_and_the_cores_head_few_imports(modules: dict[str, structure.Module]) -> None:
+    sizes = Counter(each.folder for each in modules.values())
+    assert {folder: size for folder, size in sizes.items() if size > FOLDER_FILES_MAX} == {}
     assert len(modules["conductor.core.machine"].imports) <= 22

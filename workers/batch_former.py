@@ -10,8 +10,7 @@ takes, in this order and while the token budget lasts:
 A sequence that needs room for its next token and finds none takes it from the request that was admitted last; that one
 waits again, before all others, and its KV is computed anew. No request is admitted in an iteration that took room away.
 
-The other ways of batching are there for comparison. The former knows names and numbers of tokens, and is pure: the
-mixed worker obeys it, and so do simulated ones.
+The former knows names and numbers of tokens, and is pure: the mixed worker obeys it, and so do simulated ones.
 
 Source: Sarathi-Serve (OSDI'24, arXiv 2403.02310), algorithm 3, in the form that its text describes: as printed, a line
 overwrites the batch, and the loop over waiting requests never advances.
@@ -22,21 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
-
-
-class Batching(Enum):
-    """Which rows may share an iteration. Source: Sarathi-Serve, sections 3 and 5.4."""
-
-    #: Decodes and chunks together: Sarathi-Serve.
-    STALL_FREE = "stall-free"
-    #: Chunks within the budget, but decodes in iterations of their own, by turns.
-    CHUNKED = "chunked"
-    #: Decodes and whole prompts together: Orca.
-    HYBRID = "hybrid"
-    #: Whole prompts alone; decodes while no prompt waits that fits: vLLM's first scheduler.
-    PREFILL_FIRST = "prefill-first"
 
 
 class Room(Protocol):
@@ -78,7 +63,7 @@ class Iteration:
 
 
 @dataclass(slots=True)
-class _Member:
+class Member:
     """A request in hand: `computed` of the `tokens` that come before its next token; `drawn` since it was added."""
 
     name: str
@@ -103,7 +88,6 @@ class BatchFormer:
         budget_tokens: int,
         sequences_max: int,
         grain_tokens: int = 1,
-        batching: Batching = Batching.STALL_FREE,
         replays: bool = False,
     ) -> None:
         """`budget_tokens` may be changed between two iterations; the sequences that decode may then be more.
@@ -116,12 +100,11 @@ class BatchFormer:
         assert sequences_max > 0, sequences_max
         self._room = room
         self.budget_tokens, self.sequences_max, self.grain_tokens = budget_tokens, sequences_max, grain_tokens
-        self.batching, self.replays = batching, replays
-        self._waiting: deque[_Member] = deque()
+        self.replays = replays
+        self._waiting: deque[Member] = deque()
         #: In the order of their admission.
-        self._running: dict[str, _Member] = {}
+        self._running: dict[str, Member] = {}
         self._formed: Iteration | None = None
-        self._chunks_made = False
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -145,7 +128,7 @@ class BatchFormer:
         """A request whose prompt has `tokens`, which fit into an empty room with all that it will draw."""
         assert tokens > 0, (name, tokens)
         assert name not in self._running, f"{name} is in hand"
-        self._waiting.append(_Member(name, tokens))
+        self._waiting.append(Member(name, tokens))
 
     def remove(self, name: str) -> None:
         """It has ended, or was cancelled; a name that is not in hand is passed over."""
@@ -159,22 +142,8 @@ class BatchFormer:
     def form(self) -> Iteration:
         """The next iteration; an empty one where nothing can be computed."""
         assert self._formed is None, "the last iteration was not made"
-        decodes: list[str] = []
-        chunks: list[PromptChunk] = []
-        admitted: list[str] = []
-        preempted: list[str] = []
-        alone = self.batching in (Batching.CHUNKED, Batching.PREFILL_FIRST)
-        # By turns: after chunks come the decodes, if there are any.
-        chunks_turn = not (self.batching is Batching.CHUNKED and self._chunks_made and self._any_decodes())
-        if not alone or not chunks_turn:
-            decodes, preempted = self._take_decodes()
-        if chunks_turn:
-            left = max(0, self.budget_tokens - len(decodes))
-            left = self._take_partial(left, chunks)
-            if not preempted:
-                self._take_waiting(left, chunks, admitted)
-        if alone and chunks_turn and not chunks:
-            decodes, preempted = self._take_decodes()
+        decodes, preempted = self._take_decodes()
+        chunks, admitted = self._take_chunks(decodes, preempted)
         self._formed = Iteration(tuple(decodes), tuple(chunks), tuple(admitted), tuple(preempted))
         return self._formed
 
@@ -182,7 +151,6 @@ class BatchFormer:
         """The iteration that was formed is over; requests that were removed meanwhile are passed over."""
         batch, self._formed = self._formed, None
         assert batch is not None, "no iteration was formed"
-        self._chunks_made = bool(batch.chunks)
         for name in batch.decodes:
             if name in self._running:
                 self._running[name].drawn += 1
@@ -192,9 +160,6 @@ class BatchFormer:
                 member.computed += chunk.tokens
                 member.drawn += chunk.last
         return batch
-
-    def _any_decodes(self) -> bool:
-        return any(member.decodes for member in self._running.values())
 
     def _take_decodes(self) -> tuple[list[str], list[str]]:
         """(requests that decode, requests that gave up room for them)."""
@@ -222,17 +187,23 @@ class BatchFormer:
         self._waiting.appendleft(member)
         return member.name
 
-    def _take_partial(self, left: int, chunks: list[PromptChunk]) -> int:
+    def _take_chunks(self, decodes: list[str], preempted: list[str]) -> tuple[list[PromptChunk], list[str]]:
+        """(chunks of prompts beside the decodes, requests that are admitted)."""
+        chunks: list[PromptChunk] = []
+        admitted: list[str] = []
+        left = max(0, self.budget_tokens - len(decodes))
         for member in self._running.values():
             if not member.decodes:
                 left = self._take(member, left, chunks)
-        return left
+        if not preempted:
+            self._take_waiting(left, chunks, admitted)
+        return chunks, admitted
 
     def _take_waiting(self, left: int, chunks: list[PromptChunk], admitted: list[str]) -> None:
         while self._waiting and len(self._running) < self.sequences_max:
             member = self._waiting[0]
             # Nobody takes room that it does not compute for: so at most one prompt is computed in part.
-            if not self._tokens(member, left, alone=not chunks):
+            if not self._tokens(member, left):
                 break
             cached = self._room.enter(member.name, member.tokens)
             if cached is None:
@@ -244,58 +215,22 @@ class BatchFormer:
             admitted.append(member.name)
             left = self._take(member, left, chunks)
 
-    def _take(self, member: _Member, left: int, chunks: list[PromptChunk]) -> int:
+    def _take(self, member: Member, left: int, chunks: list[PromptChunk]) -> int:
         """The rest of the budget."""
-        tokens = self._tokens(member, left, alone=not chunks)
+        tokens = self._tokens(member, left)
         if tokens:
             last = member.computed + tokens == member.tokens
             chunks.append(PromptChunk(member.name, member.computed, tokens, last))
         # A budget that is too small for this one stays unused: later requests do not overtake it.
         return max(0, left - tokens) if member.computed + tokens == member.tokens else 0
 
-    def _tokens(self, member: _Member, left: int, *, alone: bool) -> int:
+    def _tokens(self, member: Member, left: int) -> int:
         """Tokens of the member's next chunk, 0 where nothing of it fits."""
         rest = member.tokens - member.computed
-        if self.batching in (Batching.HYBRID, Batching.PREFILL_FIRST):
-            # A prompt longer than the budget goes alone.
-            return rest if rest <= left or alone else 0
         if rest <= left:
             return rest
         end = (member.computed + left) // self.grain_tokens * self.grain_tokens
         return max(0, end - member.computed)
-
-
-class BlockRoom:
-    """Blocks of a paged cache, by number alone: a prompt's when it enters, one more as a sequence grows into it."""
-
-    def __init__(self, blocks: int, block_tokens: int, *, spare_blocks: int = 0) -> None:
-        """`spare_blocks` stay free when a request enters and others are in, so that these can grow."""
-        self.blocks, self.block_tokens, self.spare_blocks = blocks, block_tokens, spare_blocks
-        self.free = blocks
-        self._tokens: dict[str, int] = {}
-
-    def enter(self, name: str, tokens: int) -> int | None:
-        needed = self._blocks_of(tokens)
-        if needed + (self.spare_blocks if self._tokens else 0) > self.free:
-            return None
-        self.free -= needed
-        self._tokens[name] = tokens
-        return 0
-
-    def grow(self, name: str) -> bool:
-        tokens = self._tokens[name]
-        more = self._blocks_of(tokens + 1) - self._blocks_of(tokens)
-        if more > self.free:
-            return False
-        self.free -= more
-        self._tokens[name] = tokens + 1
-        return True
-
-    def leave(self, name: str) -> None:
-        self.free += self._blocks_of(self._tokens.pop(name))
-
-    def _blocks_of(self, tokens: int) -> int:
-        return -(-tokens // self.block_tokens)
 
 
 def token_budget(iteration_ns: Callable[[int], float], slo_ns: float, *, tile: int, tokens_max: int) -> int:

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from halfmoon.schemas.prompt_logprobs import pack_logprobs
-from halfmoon.schemas.sampling import SampledToken, Sampling
+from halfmoon.schemas.sampling import SampledToken, Sampling, pack_logprobs
 from halfmoon.workers.model.prompt_rows import PromptScores
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 

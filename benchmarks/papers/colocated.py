@@ -20,6 +20,7 @@ from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
 from benchmarks.papers.batching.iteration_times import ProfileTimes, budget_for
+from benchmarks.papers.batching.ways import Batching, BlockRoom, ComparedFormer
 from benchmarks.papers.batching.worker import IterationWorker
 from benchmarks.papers.mixed import SimulatedMixed, SimulatedMixedRequest
 from halfmoon.conductor.simulation.clock import Clock
@@ -37,7 +38,6 @@ from halfmoon.conductor.simulation.simulate import SAMPLE_NS_MIN, SAMPLES
 from halfmoon.conductor.simulation.trace import Arrival, faster
 from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible
 from halfmoon.schemas.types import KEY_BYTES
-from halfmoon.workers.batch_former import BatchFormer, Batching, BlockRoom
 
 #: Systems whose workers go iteration by iteration.
 ITERATING = {
@@ -200,7 +200,7 @@ class _IteratingRun(_ColocatedRun[IterationWorker]):
                 name,
                 self.clock,
                 times,
-                BatchFormer(
+                ComparedFormer(
                     BlockRoom(self.kv_blocks, self.block_tokens, spare_blocks=spare),
                     budget_tokens=budget_for(times, self.slo.tbt_ns),
                     sequences_max=profile.batch_max,

@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.papers.batching.iteration_times import ProfileTimes
+from benchmarks.papers.batching.ways import Batching, ComparedFormer
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
 from halfmoon.conductor.simulation.block_cache import BlockCache
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.workers.batch_former import BatchFormer, Batching, Iteration
+from halfmoon.workers.batch_former import Iteration
 
 
 class SimulatedMixedRequest:
@@ -80,7 +81,7 @@ class SimulatedMixed:
         self.steps = Steps(profile.cost)
         self.times = ProfileTimes(profile.cost)
         # Prefill first: no prompt fits the budget, so each goes alone.
-        self._former = BatchFormer(
+        self._former = ComparedFormer(
             self,
             budget_tokens=chunk_tokens or 1,
             sequences_max=profile.batch_max,

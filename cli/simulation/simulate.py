@@ -207,9 +207,9 @@ def _others(args: argparse.Namespace) -> Any:
 
 
 @contextlib.contextmanager
-def bar(total: int, *, quiet: bool, what: str = "requests") -> Iterator[Callable[[int], None]]:
+def bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """A progress bar on standard error, where a person looks; its function takes the number that is done."""
-    with tqdm(total=total, unit=f" {what}", disable=quiet or not sys.stderr.isatty(), leave=False) as shown:
+    with tqdm(total=total, unit=" requests", disable=quiet or not sys.stderr.isatty(), leave=False) as shown:
         yield lambda done: shown.update(done - shown.n) and None
 
 

@@ -16,7 +16,7 @@ from halfmoon.conductor.core.corrections import load_changed, price_prompt, turn
 from halfmoon.conductor.core.loans import book_loans, end_loans
 from halfmoon.conductor.core.objectives import tbt_objective_ns
 from halfmoon.conductor.core.placement.measures import Candidate
-from halfmoon.conductor.core.replication import spread_hot_prefix
+from halfmoon.conductor.core.placement.replication import copy_of_hot_prefix
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import (
     DecodeHalf,
@@ -35,7 +35,7 @@ from halfmoon.schemas.decisions import (
     StartPrefill,
     StartStage,
 )
-from halfmoon.schemas.events import RequestArrived, StageFinished
+from halfmoon.schemas.events import RequestArrived
 
 # --- given --------------------------------------------------------------------------------------------------
 
@@ -90,7 +90,9 @@ def give_order(state: State, request: Request, placement: Placement, out: StepOu
     price_prompt(state, order, prefill)
     _reserve(state, order, now_ns + prefill.transfer_ns)
     _give(state, request, order, prefill, out)
-    spread_hot_prefix(state, event, prefill, out)
+    copy = copy_of_hot_prefix(state, event, prefill)
+    if copy is not None:
+        out.append(copy)
 
 
 def _give(state: State, request: Request, order: Order, prefill: Candidate, out: StepOutput) -> None:
@@ -287,6 +289,7 @@ def free_stages(state: State, order: Order) -> None:
 
 
 def free_stage(state: State, order: Order, worker_id: str) -> None:
+    """The worker's part is over; the one with the last part ends the order."""
     order.prefill.staged.remove(worker_id)
     worker = state.workers.get(worker_id)
     # It may have died, or have started again.
@@ -294,13 +297,6 @@ def free_stage(state: State, order: Order, worker_id: str) -> None:
         return
     leave_prefills(state, worker, order)
     load_changed(state, worker_id)
-
-
-def stage_finished(state: State, event: StageFinished) -> None:
-    """Free a stage that is over early; the worker with the last part ends the order."""
-    order = state.orders.get(event.order_id)
-    if order is not None and event.worker_id in order.prefill.staged:
-        free_stage(state, order, event.worker_id)
 
 
 # --- taken back ---------------------------------------------------------------------------------------------

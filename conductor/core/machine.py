@@ -37,26 +37,16 @@ from typing import Any, assert_never
 
 import msgspec
 
-from halfmoon.conductor.core import booking, membership, moves, orders, roles
-from halfmoon.conductor.core.corrections import answer_seen, prefill_seen
+from halfmoon.conductor.core import membership, moves, order_events, orders, roles
 from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_supposed
 from halfmoon.conductor.core.invariants import check
-from halfmoon.conductor.core.loans import end_loans, kv_move_refused, kv_moved
 from halfmoon.conductor.core.placement.policies import check_known
 from halfmoon.conductor.core.reconcile import reconcile_orders
 from halfmoon.conductor.core.state.block_index import BlockIndex, IndexImage
 from halfmoon.conductor.core.state.core_state import State
-from halfmoon.conductor.core.state.cost import (
-    Answers,
-    Link,
-    answer_class,
-    learn_answer,
-    measured_link,
-)
 from halfmoon.conductor.core.state.log_clock import log_time_ns
-from halfmoon.conductor.core.state.records import Half, Order
 from halfmoon.conductor.core.state.slow_places import judge_places
-from halfmoon.conductor.core.step_learning import learn_prefill, learn_step
+from halfmoon.conductor.core.step_learning import learn_step
 from halfmoon.conductor.core.step_output import Explains, StepOutput, explain_none
 from halfmoon.schemas.codec import digest, one_line
 from halfmoon.schemas.decisions import Decision
@@ -214,63 +204,52 @@ _decoder = msgspec.msgpack.Decoder(_Snapshot, dec_hook=_decode_index)
 
 def _apply(state: State, event: Event, out: StepOutput) -> None:
     match event:
-        case BlocksStored():
-            if membership.known_store(state, event.node_id, event.incarnation):
-                state.index.add(event.node_id, event.block_keys, event.tier)
-        case BlocksEvicted():
-            if membership.known_store(state, event.node_id, event.incarnation):
-                _evicted(state, event)
         case RequestArrived():
-            if event.request_id in state.finished:
-                if event.answer_lost:
-                    orders.accept_again(state, event, out)
-            elif event.request_id not in state.requests:
+            if event.request_id not in state.requests and event.request_id not in state.finished:
                 orders.accept_or_reject(state, event, out)
-        case PrefillFinished():
-            _prefill_finished(state, event)
-        case StageFinished():
-            booking.stage_finished(state, event)
-        case DecodeStarted() | KvMoved() | KvMoveRefused():
-            _decode_goes_on(state, event, out)
-        case StateDigested():
-            pass
-        case RequestFinished():
-            _request_finished(state, event, out)
+            elif event.answer_lost and event.request_id in state.finished:
+                orders.accept_again(state, event, out)
+        case RequestCancelled():
+            if event.request_id in state.requests:
+                orders.cancel(state, state.requests[event.request_id], out)
+        case (
+            PrefillFinished()
+            | PrefillFailed()
+            | StageFinished()
+            | DecodeStarted()
+            | DecodeRefused()
+            | DecodeFailed()
+            | KvMoved()
+            | KvMoveRefused()
+            | RequestFinished()
+        ):
+            order_events.apply(state, event, out)
         case WorkerHeartbeat():
             _worker_heartbeat(state, event, out)
-        case StoreHeartbeat():
-            membership.store_heartbeat(state, event, out)
-        case FrontendHeartbeat():
-            membership.frontend_heartbeat(state, event, out)
-        case TimerFired():
-            _timer_fired(state, event, out)
-        case PrefillFailed() | DecodeFailed():
-            _half_failed(state, event, out)
-        case DecodeRefused():
-            _decode_refused(state, event, out)
-        case RequestCancelled():
-            _request_cancelled(state, event, out)
-        case StoreInventory():
-            membership.store_inventory(state, event)
-        case TierLost():
-            if membership.known_store(state, event.node_id, event.incarnation):
-                state.index.forget_tier(event.node_id, event.tier)
-        case StoreSuspected():
-            membership.store_suspected(state, event)
         case WorkerJoined():
             membership.worker_joined(state, event, out)
         case WorkerDraining():
             membership.worker_draining(state, event, out)
         case WorkerLeft():
             membership.worker_left(state, event.worker_id, event.incarnation, out)
+        case BlocksStored() | BlocksEvicted() | TierLost() | StoreInventory():
+            membership.blocks_reported(state, event)
+        case StoreHeartbeat():
+            membership.store_heartbeat(state, event, out)
+        case StoreSuspected():
+            membership.store_suspected(state, event)
         case StoreJoined():
             membership.store_joined(state, event, out)
         case StoreLeft():
             membership.store_left(state, event.node_id, event.incarnation)
+        case FrontendHeartbeat():
+            membership.frontend_heartbeat(state, event, out)
         case FrontendJoined():
             membership.frontend_joined(state, event, out)
         case FrontendLeft():
             membership.frontend_left(state, event.frontend_id, event.incarnation, out)
+        case TimerFired():
+            _timer_fired(state, event, out)
         case ClusterConfigured():
             check_known(event.policy)
             state.policy, state.code_version = event.policy, event.code_version
@@ -278,10 +257,20 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
             moves.policy_changed(state, event, out)
         case RoleWanted():
             roles.role_wanted(state, event, out)
+        case StateDigested():
+            pass
         case _:
             assert_never(event)
     if isinstance(event, _MAY_END_AN_ORDER):
         orders.place_borrowers(state, out)
+
+
+def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> None:
+    worker = membership.worker_heartbeat(state, event, out)
+    if worker is not None:
+        learn_step(state, worker, event)
+        judge_places(state, worker, event)
+        reconcile_orders(state, worker, event, out)
 
 
 def _timer_fired(state: State, event: TimerFired, out: StepOutput) -> None:
@@ -298,187 +287,3 @@ def _timer_fired(state: State, event: TimerFired, out: StepOutput) -> None:
         moves.plan_moves(state, out)
     elif event.key == roles.TIMER:
         roles.plan_roles(state, out)
-
-
-def _answered(state: State, order_id: str, request_id: str, worker_id: str, half: Half) -> Order | None:
-    """The order that an answer is about; None when it is late, repeated or unknown."""
-    order = state.orders.get(order_id)
-    if order is None or order.request_id != request_id:
-        return None
-    match half:
-        case "prefill":
-            return order if order.prefill_id == worker_id and order.phase == "prefill" else None
-        case "decode":
-            return order if order.decode_id == worker_id else None
-        case _:
-            assert_never(half)
-
-
-def _prefill_finished(state: State, event: PrefillFinished) -> None:
-    order = _answered(state, event.order_id, event.request_id, event.worker_id, "prefill")
-    if order is None:
-        # An answer of one token may have ended it already.
-        if event.order_id not in state.orders:
-            learn_prefill(state, event, event.prompt_tokens, of_request=event.prompt_tokens)
-        return
-    permille = prefill_seen(state, order, event)
-    booking.free_prefill(state, order)
-    order.prefill.end_ns = state.at_ns
-    request = state.requests[order.request_id]
-    # In an older log only the request has the prompt's length; placed once more, it has tokens of its answer on top.
-    known = event.prompt_tokens or (request.event.prompt_tokens if request.placements == 1 else 0)
-    learn_prefill(state, event, known, of_request=request.event.prompt_tokens, permille=permille)
-    _know_prompt(state, order)
-    if event.fetch_node_id and event.fetch_node_id in state.stores:
-        links = state.ssd_links if order.prefill.fetch_ssd else state.links
-        sharing = order.prefill.fetch_sharing if order.prefill.fetch_node_id == event.fetch_node_id else 1
-        _learn_link(
-            state,
-            links,
-            order.prefill_node_id,
-            event.fetch_node_id,
-            event.fetched_bytes,
-            event.fetch_ns,
-            sharing,
-        )
-    worker = state.workers.get(event.worker_id)
-    least = worker.block_bytes if worker is not None and state.policy.links_by_blocks else 0
-    if event.pushed_bytes >= least:
-        _learn_link(
-            state,
-            state.links,
-            order.decode_node_id,
-            order.prefill_node_id,
-            event.pushed_bytes,
-            event.push_ns,
-            1,
-        )
-
-
-def _know_prompt(state: State, order: Order) -> None:
-    """The order's prompt was computed whole: its KV may stand in for others."""
-    event = state.requests[order.request_id].event
-    if event.sketch and not order.prefill.similar:
-        state.similar.add(event)
-
-
-def _learn_link(
-    state: State,
-    links: dict[str, dict[str, Link]],
-    destination: str,
-    source: str,
-    moved_bytes: int,
-    took_ns: int,
-    sharing: int,
-) -> None:
-    if destination not in state.stores:
-        return
-    known = links.get(destination, {}).get(source)
-    link = measured_link(known, moved_bytes, took_ns, sharing, state.at_ns)
-    if link is not None:
-        links.setdefault(destination, {})[source] = link
-        if links is state.links:
-            state.loads.link_measured(destination, source, link)
-
-
-def _evicted(state: State, event: BlocksEvicted) -> None:
-    state.index.discard(event.node_id, event.block_keys, event.tier)
-    if state.policy.copies_price == "displaced":
-        state.displaced.evict(state.index, event.block_keys, state.loads.pool_blocks)
-
-
-def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> None:
-    worker = membership.worker_heartbeat(state, event, out)
-    if worker is not None:
-        learn_step(state, worker, event)
-        judge_places(state, worker, event)
-        reconcile_orders(state, worker, event, out)
-
-
-def _request_finished(state: State, event: RequestFinished, out: StepOutput) -> None:
-    order = _answered(state, event.order_id, event.request_id, event.worker_id, "decode")
-    if order is None:
-        return
-    prefill_seen(state, order, None)
-    _know_prompt(state, order)
-    answer_seen(state, order, event)
-    booking.free_prefill(state, order)
-    booking.free_decode(state, order)
-    end_loans(state, order, out)
-    del state.orders[order.order_id]
-    request = state.requests[order.request_id]
-    request.order_id = ""
-    orders.end(state, request)
-    state.counters.finished += 1
-    if event.finish_reason != "abort":
-        kind = answer_class(request.event.max_tokens)
-        learn_answer(
-            state.answers.setdefault(kind, Answers()),
-            min(event.completion_tokens, request.event.max_tokens),
-            event.decode_ns,
-        )
-
-
-def _decode_goes_on(state: State, event: DecodeStarted | KvMoved | KvMoveRefused, out: StepOutput) -> None:
-    order = _answered(state, event.order_id, event.request_id, event.worker_id, "decode")
-    if order is None:
-        return
-    match event:
-        case DecodeStarted():
-            order.decode.running = True
-        case KvMoved():
-            if kv_moved(state, order, event):
-                orders.place_borrowers(state, out)
-        case KvMoveRefused():
-            if kv_move_refused(state, order, event, out):
-                orders.place_borrowers(state, out)
-        case _:
-            assert_never(event)
-
-
-def _half_failed(state: State, event: PrefillFailed | DecodeFailed, out: StepOutput) -> None:
-    half: Half
-    failed = event.worker_id
-    match event:
-        case PrefillFailed():
-            half = "prefill"
-            failed = event.stage_id or event.worker_id
-        case DecodeFailed():
-            half = "decode"
-        case _:
-            assert_never(event)
-    order = _answered(state, event.order_id, event.request_id, event.worker_id, half)
-    if order is None:
-        return
-    request = state.requests[order.request_id]
-    booking.withdraw(state, order, out, prefill_runs=half != "prefill", decode_runs=half != "decode")
-    if event.retryable:
-        orders.avoid(request, failed)
-        orders.place(state, request, event.reason, out, event.refusal)
-    else:
-        orders.fail(state, request, event.reason, out, event.refusal)
-
-
-def _decode_refused(state: State, event: DecodeRefused, out: StepOutput) -> None:
-    order = _answered(state, event.order_id, event.request_id, event.worker_id, "decode")
-    if order is None:
-        return
-    state.counters.wasted_prefills += 1
-    request = state.requests[order.request_id]
-    booking.withdraw(state, order, out, prefill_runs=True, decode_runs=False)
-    # After the first placement the client may have tokens, so a refusal would break an answer that has begun.
-    if request.placements > 1:
-        orders.avoid(request, event.worker_id)
-        orders.place(state, request, event.reason, out)
-    else:
-        orders.reject_placed(state, request, "decode_refused", event.reason, event.predicted_tbt_ns, out)
-
-
-def _request_cancelled(state: State, event: RequestCancelled, out: StepOutput) -> None:
-    request = state.requests.get(event.request_id)
-    if request is None:
-        return
-    if request.order_id:
-        booking.withdraw(state, state.orders[request.order_id], out, prefill_runs=True, decode_runs=True)
-    orders.end(state, request)
-    state.counters.cancelled += 1

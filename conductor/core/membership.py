@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import assert_never, cast
 
-from halfmoon.conductor.core.booking import withdraw
 from halfmoon.conductor.core.loans import end_move
-from halfmoon.conductor.core.orders import arm, end, place_parked
+from halfmoon.conductor.core.orders import arm, cancel, place_parked
 from halfmoon.conductor.core.reconcile import lose_orders
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.cost import decode_fit, prefill_fit
@@ -30,12 +29,15 @@ from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import AnnounceYourself, FailRequest
 from halfmoon.schemas.events import (
+    BlocksEvicted,
+    BlocksStored,
     FrontendHeartbeat,
     FrontendJoined,
     StoreHeartbeat,
     StoreInventory,
     StoreJoined,
     StoreSuspected,
+    TierLost,
     WorkerDraining,
     WorkerHeartbeat,
     WorkerJoined,
@@ -230,7 +232,7 @@ def store_joined(state: State, event: StoreJoined, out: StepOutput) -> None:
 
 
 def store_heartbeat(state: State, event: StoreHeartbeat, out: StepOutput) -> None:
-    store = known_store(state, event.node_id, event.incarnation)
+    store = _known_store(state, event.node_id, event.incarnation)
     if store is None:
         _ask(state, "store", "store", event.node_id, out)
         return
@@ -238,17 +240,32 @@ def store_heartbeat(state: State, event: StoreHeartbeat, out: StepOutput) -> Non
     store.slots_used = event.slots_used
 
 
-def known_store(state: State, node_id: str, incarnation: str) -> StoreRecord | None:
+def _known_store(state: State, node_id: str, incarnation: str) -> StoreRecord | None:
     store = state.stores.get(node_id)
     return store if store is not None and store.incarnation == incarnation else None
 
 
-def store_inventory(state: State, event: StoreInventory) -> None:
-    """Blocks that a store had when it started: each part once."""
-    store = known_store(state, event.node_id, event.incarnation)
-    if store is not None and event.part not in store.parts_seen:
-        store.parts_seen[event.part] = True
-        state.index.add(event.node_id, event.block_keys, event.tier)
+def blocks_reported(state: State, event: BlocksStored | BlocksEvicted | TierLost | StoreInventory) -> None:
+    """The blocks of a node, from the store agent that is known there."""
+    store = _known_store(state, event.node_id, event.incarnation)
+    if store is None:
+        return
+    match event:
+        case BlocksStored():
+            state.index.add(event.node_id, event.block_keys, event.tier)
+        case BlocksEvicted():
+            state.index.discard(event.node_id, event.block_keys, event.tier)
+            if state.policy.copies_price == "displaced":
+                state.displaced.evict(state.index, event.block_keys, state.loads.pool_blocks)
+        case TierLost():
+            state.index.forget_tier(event.node_id, event.tier)
+        case StoreInventory():
+            # What it had when it started; each part counts once.
+            if event.part not in store.parts_seen:
+                store.parts_seen[event.part] = True
+                state.index.add(event.node_id, event.block_keys, event.tier)
+        case _:
+            assert_never(event)
 
 
 def store_suspected(state: State, event: StoreSuspected) -> None:
@@ -314,12 +331,8 @@ def _cancel_all(state: State, frontend_id: str, out: StepOutput) -> None:
     """
     mine = [request for request in state.requests.values() if request.event.frontend_id == frontend_id]
     for request in mine:
-        if request.order_id:
-            order = state.orders[request.order_id]
-            withdraw(state, order, out, prefill_runs=True, decode_runs=True)
-        end(state, request)
+        cancel(state, request, out)
         del state.finished[request.event.request_id]
-        state.counters.cancelled += 1
 
 
 # --- signs of life ------------------------------------------------------------------------------------------

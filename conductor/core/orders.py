@@ -23,7 +23,7 @@ from __future__ import annotations
 import msgspec
 
 from halfmoon.conductor.core.admission import Placement, Refusal
-from halfmoon.conductor.core.booking import give_order
+from halfmoon.conductor.core.booking import give_order, withdraw
 from halfmoon.conductor.core.choice import choose, choose_again
 from halfmoon.conductor.core.explanation import explain, explain_arrival
 from halfmoon.conductor.core.objectives import slo_ns
@@ -33,12 +33,12 @@ from halfmoon.conductor.core.state.records import Request
 from halfmoon.conductor.core.step_learning import learn_arrival, learn_offered_of
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import (
+    EngineRefusal,
     FailRequest,
     RejectReason,
     RejectRequest,
     SetTimer,
 )
-from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.types import INT_MAX
 
@@ -222,6 +222,14 @@ def fail(
             refusal=refusal,
         )
     )
+
+
+def cancel(state: State, request: Request, out: StepOutput) -> None:
+    """The end of a request that nobody waits for, with its order."""
+    if request.order_id:
+        withdraw(state, state.orders[request.order_id], out, prefill_runs=True, decode_runs=True)
+    end(state, request)
+    state.counters.cancelled += 1
 
 
 def end(state: State, request: Request) -> None:

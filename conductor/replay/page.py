@@ -25,7 +25,7 @@ from halfmoon.schemas.roles import ROLES
 US_NS = 1_000
 
 
-def page(timeline: Timeline, *, title: str, facts: str = "") -> str:
+def page(timeline: Timeline, *, title: str) -> str:
     """The page, as HTML."""
     here = files("halfmoon.conductor.replay")
     read = {
@@ -36,7 +36,7 @@ def page(timeline: Timeline, *, title: str, facts: str = "") -> str:
         title=html.escape(title),
         css=read["page.css"],
         js=read["run_view.js"] + read["request_panel.js"],
-        run=_packed(_run(timeline, facts)),
+        run=_packed(_run(timeline)),
         why=_packed([decided_rows(history) for history in timeline.histories]),
     )
 
@@ -45,20 +45,20 @@ def _packed(value: Any) -> str:
     return base64.b64encode(gzip.compress(orjson.dumps(value), 6, mtime=0)).decode()
 
 
-def _run(timeline: Timeline, facts: str) -> dict[str, Any]:
+def _run(timeline: Timeline) -> dict[str, Any]:
     """The data that `run_view.js` knows as RUN; times in microseconds since the first event."""
     lanes = {lane: number for number, lane in enumerate(timeline.lanes)}
     histories, start_ns = timeline.histories, timeline.start_ns
     samples = timeline.samples
     prefills = [lane for lane, role in timeline.lanes.items() if "prompts" in ROLES[role].duties]
     decodes = [lane for lane, role in timeline.lanes.items() if "batch" in ROLES[role].duties]
-    told = (
+    facts = (
         f"{timeline.model}, policy {timeline.policy.name}, {clock(start_ns)} UTC, "
         f"{duration(timeline.end_ns - start_ns)}, {len(histories):,} requests, {timeline.events:,} events, "
         f"{timeline.decisions:,} decisions"
     )
     return {
-        "meta": {"facts": f"{told}{facts}", "span": max(1, (timeline.end_ns - start_ns) // US_NS)},
+        "meta": {"facts": facts, "span": max(1, (timeline.end_ns - start_ns) // US_NS)},
         "lanes": [
             {"id": lane, "role": role, "rows": timeline.rows[lane]} for lane, role in timeline.lanes.items()
         ],

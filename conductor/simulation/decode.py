@@ -26,13 +26,12 @@ class SimulatedSequence:
         "kv_there",
         "order",
         "output_tokens",
-        "second_ns",
     )
 
     def __init__(self, order: StartDecode, output_tokens: int, blocks: int) -> None:
         self.order, self.output_tokens, self.blocks = order, output_tokens, blocks
         self.kv_there = False
-        self.first_ns = self.joined_ns = self.second_ns = -1
+        self.first_ns = self.joined_ns = -1
         #: Steps that the worker had made when it joined.
         self.joined = 0
 

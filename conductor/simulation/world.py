@@ -140,7 +140,6 @@ class World:
         )
         self.core = Core()
         self.samples: list[LoadSample] = []
-        self.timers_set = 0
         #: Sees every event with its decisions, as `live.run`'s does.
         self.after_step: Callable[[Stamped, list[Decision]], None] | None = None
         self._arrivals: dict[str, Arrival] = {}
@@ -314,7 +313,6 @@ class World:
                 worker.obeyed_seq = self._events
                 worker.cancel(decision.order_id)
             case SetTimer():
-                self.timers_set += 1
                 self.clock.at(
                     decision.at_ns, self._append, TimerFired(key=decision.key, at_ns=decision.at_ns)
                 )

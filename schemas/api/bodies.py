@@ -50,6 +50,14 @@ class ChatMessage(msgspec.Struct, frozen=True):
     function_call: Any = None
 
 
+def is_begun(messages: list[ChatMessage]) -> bool:
+    """The last turn is a text of the assistant that an answer can go on with, in dialects that have this."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or last.tool_calls:
+        return False
+    return isinstance(last.content, str) and bool(last.content.strip())
+
+
 class Slo(msgspec.Struct, frozen=True):
     """The client's objectives; an absent one is the cluster's policy's."""
 

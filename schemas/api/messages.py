@@ -18,11 +18,11 @@ from halfmoon.schemas.api.bodies import (
     Slo,
     StopText,
     TokenCount,
+    is_begun,
 )
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, read_chat
 from halfmoon.schemas.api.tool_bodies import NamedChoice, Tool, ToolCall
-from halfmoon.schemas.api.turns import is_begun
 
 #: Anthropic's are longer than OpenAI's.
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$(?!\n)")]

@@ -7,11 +7,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from halfmoon.schemas.api.bodies import ChatBody, ChatMessage, KvUse, Name, ResponseFormat, Slo, TokenCount
+from halfmoon.schemas.api.bodies import (
+    ChatBody,
+    ChatMessage,
+    KvUse,
+    Name,
+    ResponseFormat,
+    Slo,
+    TokenCount,
+    is_begun,
+)
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, read_chat
 from halfmoon.schemas.api.tool_bodies import FunctionName, NamedChoice, Tool, ToolCall
-from halfmoon.schemas.api.turns import is_begun
 
 _LOGPROBS = "message.output_text.logprobs"
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import StartDecode, StartPrefill
-from halfmoon.schemas.engine_refusal import EngineRefusal
+from halfmoon.schemas.decisions import EngineRefusal, StartDecode, StartPrefill
 from halfmoon.schemas.events import (
     DecodeFailed,
     DecodeStarted,

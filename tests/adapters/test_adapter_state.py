@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import StartMixed
-from halfmoon.schemas.engine_refusal import EngineRefusal
+from halfmoon.schemas.decisions import EngineRefusal, StartMixed
 from halfmoon.schemas.events import (
     DecodeFailed,
     DecodeStarted,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from halfmoon.schemas.codec import decode, encode
-from halfmoon.schemas.engine_refusal import EngineRefusal
+from halfmoon.schemas.decisions import EngineRefusal
 from halfmoon.schemas.events import PrefillFailed
 from halfmoon.workers.adapters.completion import EngineRefused, read_line, refusal_of
 

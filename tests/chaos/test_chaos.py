@@ -14,7 +14,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from halfmoon.conductor.core import loans, machine, membership, moves, reconcile, resume, roles
+from halfmoon.conductor.core import (
+    booking,
+    loans,
+    machine,
+    membership,
+    moves,
+    order_events,
+    reconcile,
+    resume,
+    roles,
+)
 from halfmoon.conductor.core.placement import parts
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.sampling import SampledToken
@@ -157,7 +167,7 @@ def test_room_at_a_lender_that_is_promised_twice_is_found(monkeypatch: pytest.Mo
 
 
 def test_a_loan_that_outlives_its_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.booking, "end_loans", lambda *_: None)
+    monkeypatch.setattr(booking, "end_loans", lambda *_: None)
     fails("I32 ", "lending")
 
 
@@ -183,7 +193,7 @@ def test_a_refused_move_that_stays_booked_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_owner_whose_room_does_not_grow_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = machine.kv_moved
+    whole = order_events.kv_moved
 
     def keeps(state: Any, order: Any, event: Any) -> bool:
         before = state.workers[order.decode_id].reserved_blocks
@@ -191,7 +201,7 @@ def test_an_owner_whose_room_does_not_grow_is_found(monkeypatch: pytest.MonkeyPa
         state.workers[order.decode_id].reserved_blocks = before
         return found
 
-    monkeypatch.setattr(machine, "kv_moved", keeps)
+    monkeypatch.setattr(order_events, "kv_moved", keeps)
     fails("I18 ", "moves")
 
 

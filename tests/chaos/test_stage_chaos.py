@@ -10,7 +10,7 @@ import pytest
 
 from halfmoon.conductor.core import booking
 from halfmoon.workers.prefill.job import Job
-from halfmoon.workers.prefill.stage_job import StageJob
+from halfmoon.workers.prefill.layer_stages.job import StageJob
 from tests.chaos.searching import fails, shows
 
 

@@ -27,6 +27,7 @@ from halfmoon.schemas.codec import encode
 from halfmoon.schemas.decisions import (
     CancelOrder,
     Decision,
+    EngineRefusal,
     FailRequest,
     Fetch,
     Prediction,
@@ -35,7 +36,6 @@ from halfmoon.schemas.decisions import (
     StartDecode,
     StartPrefill,
 )
-from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.events import (
     DecodeFailed,
     DecodeRefused,

@@ -25,8 +25,7 @@ from halfmoon.schemas.decisions import Decision, FailRequest, Ordered, RejectReq
 from halfmoon.schemas.events import Event, RequestArrived
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.policy import Layout, Policy
-from halfmoon.schemas.prompt_logprobs import pack_logprobs
-from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.sampling import SampledToken, pack_logprobs
 from halfmoon.schemas.status import ConductorStatus, NodeStatus, StatusRequest
 from halfmoon.schemas.tokens import (
     Delivery,

@@ -13,8 +13,7 @@ from frontend_double import LAYOUT, MODEL
 
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas.api.errors import ApiError
-from halfmoon.schemas.decisions import FailRequest, Prediction
-from halfmoon.schemas.engine_refusal import EngineRefusal
+from halfmoon.schemas.decisions import EngineRefusal, FailRequest, Prediction
 from halfmoon.schemas.events import FrontendJoined, FrontendLeft, RequestArrived, RequestCancelled
 from halfmoon.schemas.tokens import ResendReply
 from halfmoon.workers.frontend import cluster_status

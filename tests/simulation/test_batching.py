@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.papers.batching.iteration_times import ProfileTimes, RooflineTimes, budget_for
 from benchmarks.papers.batching.pipeline import run_pipeline
+from benchmarks.papers.batching.ways import Batching
 from benchmarks.papers.experiments.batching import (
     A100,
     GPT3,
@@ -27,7 +28,6 @@ from halfmoon.conductor.simulation.report import Objectives
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy
-from halfmoon.workers.batch_former import Batching
 
 YI = RooflineTimes(YI_34B, A100, 2)
 MS = 1_000_000

@@ -15,7 +15,6 @@ from transport_harness import Side
 
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.transports.base import ServedPool
-from halfmoon.store.transports.rdma import gpu as rdma_gpu
 from halfmoon.store.transports.rdma import transport as rdma
 from halfmoon.store.transports.rdma import verbs as rdma_verbs
 from halfmoon.store.transports.rdma.device import Port, RdmaAbsent, Wanted, choose, why_down
@@ -170,54 +169,3 @@ def test_absence_is_said_with_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_nothing_of_pyverbs_is_imported_before_it_is_needed() -> None:
     assert rdma_verbs.Verbs
     assert "IN_GUEST" in os.environ or not [name for name in sys.modules if name.startswith("pyverbs")]
-
-
-class FakeVerbs:
-    """pyverbs' regions, as far as GPU memory needs them."""
-
-    class Error(Exception):
-        """As pyverbs raises."""
-
-    class mr:
-        """Memory regions."""
-
-        @staticmethod
-        def DmaBufMR(domain: Any, size: int, access: int, *, dmabuf: int, offset: int) -> Any:
-            os.fstat(dmabuf)
-            if domain != "imports":
-                raise FakeVerbs.Error("not supported")
-            return ("dma-buf", size)
-
-        @staticmethod
-        def MR(domain: Any, size: int, access: int, *, address: int) -> Any:
-            return ("peer memory", size, address)
-
-
-def test_gpu_memory_is_registered_one_way_or_the_other_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def register(domain: str = "imports", address: int = 1 << 20) -> Any:
-        return rdma_gpu.register(FakeVerbs, domain, 7, address=address, size=8192, sysfs=tmp_path)
-
-    def absent(address: int, size: int) -> int:
-        raise RdmaAbsent("no CUDA driver")
-
-    monkeypatch.setattr(rdma_gpu, "export_dma_buf", absent)
-    with pytest.raises(RdmaAbsent, match="dma-buf: no CUDA driver; peer memory: none of nvidia_peermem"):
-        register()
-    (tmp_path / "module/nvidia_peermem").mkdir(parents=True)
-    assert register() == ("peer memory", 8192, 1 << 20)
-    given: list[int] = []
-
-    def exported(address: int, size: int) -> int:
-        given.append(os.open(tmp_path, os.O_RDONLY))
-        return given[-1]
-
-    monkeypatch.setattr(rdma_gpu, "export_dma_buf", exported)
-    assert register() == ("dma-buf", 8192)
-    assert register("does not import") == ("peer memory", 8192, 1 << 20)
-    for fd in given:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(fd)
-    with pytest.raises(RdmaAbsent, match="not on the borders of pages"):
-        register(address=4097)

@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.workers.batch_former import (
-    BatchFormer,
-    Batching,
-    BlockRoom,
-    Iteration,
-    PromptChunk,
-    token_budget,
-)
+from benchmarks.papers.batching.ways import Batching, BlockRoom, ComparedFormer
+from halfmoon.workers.batch_former import BatchFormer, Iteration, PromptChunk, token_budget
 
 BLOCK_TOKENS = 4
 ITERATIONS_MAX = 3_000
@@ -45,6 +39,7 @@ class World:
     preempted: set[str] = field(default_factory=set)
     #: The budget of each iteration, over and over.
     budgets: list[int] = field(default_factory=list)
+    batching: Batching = Batching.STALL_FREE
 
     def run(self) -> None:
         # What comes in one iteration comes in the order of the numbers.
@@ -122,15 +117,15 @@ class World:
         partial = [name for name in staying if name not in decoding]
         chunked = [chunk.name for chunk in batch.chunks]
         assert [name for name in (*partial, *batch.admitted) if name in chunked] == chunked
-        if former.batching is Batching.STALL_FREE:
+        if self.batching is Batching.STALL_FREE:
             assert batch.tokens <= max(former.budget_tokens, len(batch.decodes))
             assert list(batch.decodes) == [name for name in decoding if name in staying], "somebody stalls"
             unfinished = [chunk for chunk in batch.chunks if not chunk.last]
             assert len(unfinished) <= 1
             assert not unfinished or unfinished[0] == batch.chunks[-1] or former.grain_tokens > 1
-        if former.batching in (Batching.CHUNKED, Batching.PREFILL_FIRST):
+        if self.batching in (Batching.CHUNKED, Batching.PREFILL_FIRST):
             assert not (batch.decodes and batch.chunks)
-        if former.batching in (Batching.HYBRID, Batching.PREFILL_FIRST):
+        if self.batching in (Batching.HYBRID, Batching.PREFILL_FIRST):
             assert all(chunk.last for chunk in batch.chunks), "a prompt was cut"
             assert len(batch.chunks) <= 1 or batch.tokens - len(batch.decodes) <= former.budget_tokens
 
@@ -164,15 +159,21 @@ def world(
     room: type[BlockRoom] = BlockRoom,
 ) -> World:
     space = room(blocks, BLOCK_TOKENS, spare_blocks=spare)
-    former = BatchFormer(
-        space,
-        budget_tokens=max(budgets[0], grain),
-        sequences_max=sequences,
-        grain_tokens=grain,
-        batching=batching,
-        replays=replays,
-    )
-    return World(former, space, requests, budgets=[max(budget, grain) for budget in budgets])
+    budget = max(budgets[0], grain)
+    if batching is Batching.STALL_FREE:
+        former = BatchFormer(
+            space, budget_tokens=budget, sequences_max=sequences, grain_tokens=grain, replays=replays
+        )
+    else:
+        former = ComparedFormer(
+            space,
+            budget_tokens=budget,
+            sequences_max=sequences,
+            grain_tokens=grain,
+            batching=batching,
+            replays=replays,
+        )
+    return World(former, space, requests, budgets=[max(one, grain) for one in budgets], batching=batching)
 
 
 # 15 blocks of 4 tokens hold any one request of these, and not three.

@@ -11,13 +11,14 @@ import pytest
 import torch
 from prefill_script import LAYOUT, TOKENS, Script, prompt, reply
 
-from halfmoon.schemas.prompt_logprobs import (
+from halfmoon.schemas.sampling import (
     PromptLogprob,
+    SampledToken,
+    Sampling,
     pack_logprobs,
     scored_tokens_max,
     unpack_logprobs,
 )
-from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.workers.decode.actions import Deliver
 from halfmoon.workers.machines import TokensTaken
 from halfmoon.workers.model.engine import Engine

@@ -14,8 +14,13 @@ from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.layer_hooks import LayerHooks
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.similar.matching import UNKNOWN, Matching, match_runs, same_tokens
-from halfmoon.workers.model.similar.schedule import Schedule
-from halfmoon.workers.model.similar.selective import NotAlike, SelectivePrefill, SelectiveResult, turned
+from halfmoon.workers.model.similar.selective import (
+    NotAlike,
+    Schedule,
+    SelectivePrefill,
+    SelectiveResult,
+    turned,
+)
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 Tensor = torch.Tensor

@@ -22,14 +22,14 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.store.errors import ChannelLost
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
-from halfmoon.workers.prefill import stage_listener
 from halfmoon.workers.prefill.actions import ComputePrompt, ComputeStage
 from halfmoon.workers.prefill.cache_window import CacheWindow, PromptMemory
 from halfmoon.workers.prefill.computation import OrderAborted, PromptComputation
 from halfmoon.workers.prefill.events import LayerStored, PrefixLayerLoaded
 from halfmoon.workers.prefill.layer_progress import LayersMissing, StageGone
-from halfmoon.workers.prefill.stage_computation import StageComputation
-from halfmoon.workers.prefill.stage_listener import StageListener
+from halfmoon.workers.prefill.layer_stages import listener as listener_module
+from halfmoon.workers.prefill.layer_stages.computation import StageComputation
+from halfmoon.workers.prefill.layer_stages.listener import StageListener
 from halfmoon.workers.worker import ChannelConfig
 from tests.eventually import BOUND_S
 from tests.store.channel_harness import hello, options
@@ -58,7 +58,7 @@ def engine(model: LoadedModel) -> Engine:
 def within_the_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the test is marked so."""
     if channel_kind(request.node) == KIND:
-        monkeypatch.setattr(stage_listener, "ChannelListener", MemoryListener)
+        monkeypatch.setattr(listener_module, "ChannelListener", MemoryListener)
 
 
 class Pool:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from halfmoon.schemas.engine_refusal import EngineRefusal
+from halfmoon.schemas.decisions import EngineRefusal
 from halfmoon.schemas.kv import ENGINE_PARAMS_MAX
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import SampledToken, Sampling

@@ -10,8 +10,7 @@ After HangUp nothing more is heard of an order.
 
 from __future__ import annotations
 
-from halfmoon.schemas.decisions import StartPrefill
-from halfmoon.schemas.engine_refusal import EngineRefusal
+from halfmoon.schemas.decisions import EngineRefusal, StartPrefill
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.decode.events import DecodeOrdered, KvHeard, ResendRequested
 from halfmoon.workers.machines import (

@@ -22,8 +22,7 @@ from typing import Any
 import msgspec
 
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import StartDecode
-from halfmoon.schemas.engine_refusal import EngineRefusal
+from halfmoon.schemas.decisions import EngineRefusal, StartDecode
 from halfmoon.schemas.events import (
     DecodeFailed,
     DecodeStarted,

@@ -27,12 +27,12 @@ from halfmoon.schemas.decisions import (
     AnnounceYourself,
     CancelOrder,
     Decision,
+    EngineRefusal,
     Fetch,
     StartDecode,
     StartMixed,
     StartPrefill,
 )
-from halfmoon.schemas.engine_refusal import EngineRefusal
 from halfmoon.schemas.events import StoreJoined
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.roles import WorkerRole

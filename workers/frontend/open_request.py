@@ -22,9 +22,8 @@ from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import pack_tokens, unpack_last_first
-from halfmoon.schemas.prompt_logprobs import packed_bytes
 from halfmoon.schemas.roles import ROLES
-from halfmoon.schemas.sampling import SampledToken, Sampling
+from halfmoon.schemas.sampling import SampledToken, Sampling, packed_bytes
 from halfmoon.schemas.tokens import Delivery, TakeReply, TakeRequest, Timing
 from halfmoon.workers.frontend.prompts import TokenizedPrompt
 from halfmoon.workers.model.text.control_text import ControlAsText
@@ -191,7 +190,7 @@ class OpenRequest:
 
     @property
     def prompt_logprobs(self) -> bytes:
-        """Packed (`halfmoon.schemas.prompt_logprobs`); b"": not asked for, of one token, or not here yet."""
+        """Packed (`halfmoon.schemas.sampling`); b"": not asked for, of one token, or not here yet."""
         return self.samples[0].prompt_logprobs if self.samples else b""
 
     def take(self, request: TakeRequest) -> TakeReply:

@@ -24,7 +24,7 @@ from halfmoon.schemas.api.requests import (
 )
 from halfmoon.schemas.keys import chain_keys_packed, pack_tokens, root_key
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.prompt_logprobs import scored_tokens_max
+from halfmoon.schemas.sampling import scored_tokens_max
 from halfmoon.schemas.similar import sketch_of
 from halfmoon.schemas.status import ConductorStatus
 from halfmoon.schemas.tokens import carried_tokens

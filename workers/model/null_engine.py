@@ -54,6 +54,9 @@ class NullEngine:
     dtype = "null"
     attention_name = "null"
     model_name = "null"
+    fingerprint = "0" * 32
+    #: Chunks are whole blocks.
+    exact = True
 
     def __init__(
         self,
@@ -61,16 +64,13 @@ class NullEngine:
         *,
         num_blocks: int,
         block_tokens: int,
-        exact: bool = True,
-        fingerprint: str = "0" * 32,
         masks: GrammarMasks | None = None,
     ) -> None:
         """`masks`: for requests with a grammar; None: there are none."""
         self.config = replace(config, layers=0)
-        self.fingerprint = fingerprint
         self.cache = NullCache(num_blocks, block_tokens)
         self.allocator = BlockAllocator(num_blocks)
-        self.exact, self.block_tokens = exact, block_tokens
+        self.block_tokens = block_tokens
         self._masks = masks
 
     def synchronize(self) -> None:
@@ -90,9 +90,8 @@ class NullEngine:
         count = len(token_ids)
         assert count > 0, "an empty chunk has no last token"
         assert start + count <= self.config.context_tokens_max, (start, count, self.config.context_tokens_max)
-        if self.exact:
-            assert start % self.block_tokens == 0, f"{start} is off the grid of {self.block_tokens} tokens"
-            assert count <= self.block_tokens, (count, self.block_tokens)
+        assert start % self.block_tokens == 0, f"{start} is off the grid of {self.block_tokens} tokens"
+        assert count <= self.block_tokens, (count, self.block_tokens)
         assert len(block_table) * self.block_tokens >= start + count, (len(block_table), start, count)
         if scores is not None:
             behind = scores.after(start, count)

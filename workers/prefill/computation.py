@@ -27,7 +27,7 @@ from halfmoon.workers.prefill.layer_progress import LayerLoads, LayersMissing, S
 from halfmoon.workers.sample_requests import scores_of
 
 if TYPE_CHECKING:
-    from halfmoon.workers.prefill.stage_group import StageGroup
+    from halfmoon.workers.prefill.layer_stages.group import StageGroup
     from halfmoon.workers.worker import ChannelConfig
 
 
@@ -79,7 +79,7 @@ class PromptComputation:
         #: Time that was waited for the stage before.
         self.stage_wait_ns = 0
         if prompt.stages:
-            from halfmoon.workers.prefill.stage_group import StageGroup
+            from halfmoon.workers.prefill.layer_stages.group import StageGroup
 
             assert channels is not None, "stages, and no channels"
             self._group = StageGroup(prompt, memory, loads=self.loads, channels=channels, tell=tell)

@@ -9,8 +9,8 @@ turn to compute. Rules:
 - Orders compute one at a time, in the order of their arrival. The first `prepared_max` of the queue are prepared
   meanwhile: their tokens are taken, their slots are reserved, their fetches are under way.
 - PrefillFinished or PrefillFailed answers an order, exactly once; a cancelled order is not answered.
-- A part of another worker's prompt (`stage_job`) has its turn in the same queue. All workers hear of orders in one
-  order, so the oldest one of all that are open has, or gets, its turn at each of its workers: none waits for ever.
+- A part of another worker's prompt (`layer_stages.job`) has its turn in the same queue. All workers hear of orders in
+  one order, so the oldest one of all that are open has, or gets, its turn at each of its workers: none waits for ever.
 - EndOrder is the last action of every order (DropStage, of a part). Until then the order is listed in heartbeats.
 - An event of an order that has ended, or that its stage does not wait for, changes nothing.
 
@@ -32,7 +32,7 @@ from halfmoon.workers.prefill.actions import Action
 from halfmoon.workers.prefill.cache_window import outgrows_cache
 from halfmoon.workers.prefill.events import Event, PrefillOrdered, StageOrdered
 from halfmoon.workers.prefill.job import Job
-from halfmoon.workers.prefill.stage_job import StageJob
+from halfmoon.workers.prefill.layer_stages.job import StageJob
 from halfmoon.workers.prefill.stages import PAUSED_STAGES, TURN_STAGES, WAITING_STAGES, JobRules, PrefillStage
 
 

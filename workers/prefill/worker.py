@@ -75,8 +75,8 @@ from halfmoon.workers.sample_requests import next_token
 
 if TYPE_CHECKING:
     from halfmoon.workers.model.prompt_rows import PromptScores
-    from halfmoon.workers.prefill.stage_computation import StageComputation
-    from halfmoon.workers.prefill.stage_listener import StageListener
+    from halfmoon.workers.prefill.layer_stages.computation import StageComputation
+    from halfmoon.workers.prefill.layer_stages.listener import StageListener
 
 
 class PrefillWorker(PromptWorker):
@@ -107,7 +107,7 @@ class PrefillWorker(PromptWorker):
         self._stages: StageListener | None = None
         if (channels := self.config.stage_channels) is not None:
             # torch, which the null engine does without
-            from halfmoon.workers.prefill.stage_listener import StageListener
+            from halfmoon.workers.prefill.layer_stages.listener import StageListener
 
             self._stages = StageListener(channels.hello, channels.options)
 
@@ -279,7 +279,7 @@ class PrefillWorker(PromptWorker):
             await self._draw_first_token(drawing)
 
     def _begin_stage(self, action: ComputeStage) -> None:
-        from halfmoon.workers.prefill.stage_computation import StageComputation
+        from halfmoon.workers.prefill.layer_stages.computation import StageComputation
 
         # Without a listener no order of another worker's prompt comes.
         assert self._stages is not None, action

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from benchmarks.papers.batching.iteration_times import IterationTimes
-from halfmoon.workers.batch_former import BatchFormer, Batching, BlockRoom
+from benchmarks.papers.batching.ways import Batching, BlockRoom, ComparedFormer
 
 
 class PipelineFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class PipelineFigures(msgspec.Struct, frozen=True, kw_only=True):
 class _Flow:
     """Iterations of one set of requests, one after the other."""
 
-    def __init__(self, former: BatchFormer, requests: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, former: ComparedFormer, requests: Sequence[tuple[int, int]]) -> None:
         self.former = former
         self.left = {str(number): answer for number, (_, answer) in enumerate(requests)}
         self._cached: dict[str, int] = {}
@@ -74,7 +74,7 @@ def run_pipeline(
     room = max(prompt + answer for prompt, answer in requests) * sequences_max
     flows = []
     for place in range(stages):
-        former = BatchFormer(
+        former = ComparedFormer(
             BlockRoom(room, 1), budget_tokens=budget_tokens, sequences_max=sequences_max, batching=batching
         )
         flows.append(_Flow(former, requests[place::stages]).iterations(times, stages))

@@ -12,13 +12,13 @@ import msgspec
 
 from benchmarks.papers.batching.iteration_times import RooflineTimes, budget_for
 from benchmarks.papers.batching.pipeline import PipelineFigures, run_pipeline
+from benchmarks.papers.batching.ways import Batching, BlockRoom, ComparedFormer
 from benchmarks.papers.batching.worker import IterationWorker
 from benchmarks.papers.devices import Device, ServedModel
 from benchmarks.papers.experiments.runner import Context, Section
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.workers.batch_former import BatchFormer, Batching, BlockRoom
 
 # Data sheets: bf16 dense peak, memory bandwidth, memory. Prices play no part here.
 A100 = Device(name="a100", flops=312e12, memory_bytes_s=2.039e12, memory_bytes=80e9, dollars_hour=0.0)
@@ -85,7 +85,7 @@ def serve(
     clock, draw, at = Clock(), random.Random(1), 0.0
     blocks = times.kv_tokens // BLOCK_TOKENS
     room = BlockRoom(blocks, BLOCK_TOKENS, spare_blocks=int(SPARE_SHARE * blocks))
-    former = BatchFormer(room, budget_tokens=budget, sequences_max=sequences_max, batching=batching)
+    former = ComparedFormer(room, budget_tokens=budget, sequences_max=sequences_max, batching=batching)
     outcomes: list[Outcome] = []
     worker = IterationWorker("worker", clock, times, former, lambda name: None)
     for number, (prompt, answer) in enumerate(requests):

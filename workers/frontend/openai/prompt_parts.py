@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from halfmoon.schemas.keys import unpack_tokens
-from halfmoon.schemas.prompt_logprobs import PromptLogprob, unpack_logprobs
-from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.sampling import PromptLogprob, SampledToken, unpack_logprobs
 from halfmoon.workers.frontend.open_request import OpenRequest
 from halfmoon.workers.frontend.openai.logprobs import TextOffsets, completion_logprobs, name_of
 from halfmoon.workers.model.text.control_text import ControlAsText, decode_all

@@ -23,8 +23,8 @@ from halfmoon.workers.model.attention.kernel import Tensor
 from halfmoon.workers.model.layer_hooks import LayerHooks
 from halfmoon.workers.model.prompt_rows import PromptRows
 from halfmoon.workers.prefill.actions import ComputeStage
-from halfmoon.workers.prefill.stage_listener import StageListener
-from halfmoon.workers.prefill.stage_messages import (
+from halfmoon.workers.prefill.layer_stages.listener import StageListener
+from halfmoon.workers.prefill.layer_stages.messages import (
     StagePlan,
     blocks_of,
     receive_activation,

@@ -25,7 +25,7 @@ from halfmoon.workers.prefill.actions import ComputePrompt
 from halfmoon.workers.prefill.cache_window import PromptMemory
 from halfmoon.workers.prefill.events import LayerStored, PrefixLayerLoaded, StepOfOrder
 from halfmoon.workers.prefill.layer_progress import LayerLoads, LayersMissing, StageGone
-from halfmoon.workers.prefill.stage_messages import (
+from halfmoon.workers.prefill.layer_stages.messages import (
     StagePlan,
     blocks_of,
     receive_activation,

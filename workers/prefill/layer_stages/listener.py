@@ -20,7 +20,7 @@ from halfmoon.store.channels.options import ChannelOptions
 from halfmoon.store.channels.selector import ChannelSelector
 from halfmoon.store.errors import ChannelLost
 from halfmoon.workers.attention.worker_channels import hung_up
-from halfmoon.workers.prefill.stage_messages import STAGE_S_MAX, StagePlan, receive_plan
+from halfmoon.workers.prefill.layer_stages.messages import STAGE_S_MAX, StagePlan, receive_plan
 
 log = logging.getLogger(__name__)
 WAIT_S = 0.1

@@ -13,22 +13,20 @@ from __future__ import annotations
 from halfmoon.conductor.core.placement.measures import Candidate
 from halfmoon.conductor.core.placement.prefix_match import transfers_leaving
 from halfmoon.conductor.core.state.core_state import State
-from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import ReplicateBlocks
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.types import KEY_BYTES
 
 
-def spread_hot_prefix(state: State, request: RequestArrived, prefill: Candidate, out: StepOutput) -> None:
+def copy_of_hot_prefix(state: State, request: RequestArrived, prefill: Candidate) -> ReplicateBlocks | None:
     """One more holder of the prefix that `prefill` fetches, when that is hot. Call it after the order is given."""
     hot = state.policy.hot_transfers
     if not hot or not prefill.fetches or prefill.from_ssd:
-        return
+        return None
     source = prefill.fetches[0].node_id
     if transfers_leaving(state, source, state.at_ns) < hot:
-        return
-    blocks = prefill.cached_blocks
-    keys = request.block_keys[: blocks * KEY_BYTES]
+        return None
+    keys = request.block_keys[: prefill.cached_blocks * KEY_BYTES]
     # The last block stands for the chain: chains are evicted from their tail.
     holders = state.index.holders(keys[-KEY_BYTES:])
     lacking = [
@@ -36,7 +34,7 @@ def spread_hot_prefix(state: State, request: RequestArrived, prefill: Candidate,
         for store in state.stores.values()
         if store.node_id not in (*holders, prefill.node_id) and store.suspected_until_ns <= state.at_ns
     ]
-    if lacking:
-        target = min(lacking)[1]
-        tenant = request.tenant
-        out.append(ReplicateBlocks(node_id=target, source_node_id=source, block_keys=keys, tenant=tenant))
+    if not lacking:
+        return None
+    _, target = min(lacking)
+    return ReplicateBlocks(node_id=target, source_node_id=source, block_keys=keys, tenant=request.tenant)
