@@ -74,9 +74,20 @@ def test_a_policy_that_counts_them_begins_with_the_prompts_in_hand() -> None:
     assert placed(script, alike("b")).local_blocks == 9
 
 
-def test_the_longest_of_several_counts() -> None:
+@pytest.mark.parametrize("tokens", [(1_000, 3_000), (3_000, 1_000)])
+def test_the_longest_of_several_counts(tokens: tuple[int, int]) -> None:
+    script = Script(prefill(), decode(), admission="none", coming_blocks=True)
+    first, second = (alike(f"{count}", count) for count in tokens)
+    for event in (first, second):
+        placed(script, event)
+    longest = max(first.block_keys, second.block_keys, key=len)
+    assert placed(script, arrived("c", 3_000, block_keys=longest)).local_blocks == 29
+
+
+def test_what_ended_under_another_policy_is_not_coming_under_this_one() -> None:
     script = cluster()
-    for name, tokens in (("b", 1_000), ("a", 3_000)):
-        assert placed(script, alike(name, tokens)).worker_id == "p0"
-    order = placed(script, arrived("c", 3_000, block_keys=alike("a", 3_000).block_keys))
-    assert (order.worker_id, order.local_blocks) == ("p0", 29)
+    order = placed(script, alike("a"))
+    script(PolicyChanged(policy=Policy(admission="none")))
+    script(prefilled(order.order_id, "a"))
+    script(PolicyChanged(policy=Policy(admission="none", coming_blocks=True)))
+    assert placed(script, alike("b")).local_blocks == 0

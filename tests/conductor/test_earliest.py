@@ -165,7 +165,9 @@ def wide_pool(draw: random.Random) -> Script:
     state.displaced.evicted, state.displaced.missed = 10, draw.choice([0, 3, 10])
     for worker in state.workers.values():
         if draw.random() < (0.9 if int(worker.worker_id[1:]) < holders else 0.2):
-            worker.prompts.orders["x"] = worker.prompts.reserved_ns = draw.choice([1_000, 5 * MS, 500 * MS])
+            worker.prompts.orders["x"] = worker.prompts.reserved_ns = draw.choice(
+                [1_000, 5 * MS, 100 * MS, 500 * MS]
+            )
             worker.prompts.head_since_ns = script.now_ns
         state.links[worker.node_id] = {
             f"n-p{draw.randrange(count)}": Link(
@@ -202,6 +204,23 @@ def test_in_a_wide_pool_no_holder_and_no_idle_worker_is_passed_over_that_would_b
         coming += bool(best and best.coming_blocks)
     assert fetched > 0
     assert coming > 0
+
+
+def test_a_long_queue_is_looked_at_where_more_is_coming_than_anybody_holds() -> None:
+    script = Script(prefill(0), prefill(1), prefill(2), coming_blocks=True, link_bytes_s=100_000)
+    script(stored("p0", keys(10)))
+    state, request = script.core.state, arrived(tokens=2_001, block_keys=keys(20))
+    for name, queue_ns in (("p0", 500 * MS), ("p1", 120 * MS)):
+        prompts = state.workers[name].prompts
+        prompts.orders["x"] = prompts.reserved_ns = queue_ns
+        prompts.head_since_ns = script.now_ns
+    state.members_changed()
+    state.coming.add(order_at("p1"), keys(20))
+    # p2 could take 110 ms, were the ten blocks there at once; over its link it computes all, in 210 ms.
+    matched = match_prefix(state, request, script.now_ns)
+    best = earliest_first_token(state, request, matched, script.now_ns)
+    assert best == choose_prefill(state, candidates(state, request, matched, script.now_ns), "")
+    assert best is not None and best.worker_id == "p1"
 
 
 class EverySource(PrefixMatch):
