@@ -88,8 +88,8 @@ class TransferRules(AdmissionRules, frozen=True):
     #: A push of less than a block takes as long as its messages, and teaches nothing of a link's bandwidth; False, as
     #: in older logs, whose pushes were of whole blocks: it teaches.
     links_by_blocks: bool = False
-    #: Blocks that a prefill worker is to compute for a prompt before it count as held there; False, as in older logs,
-    #: whose workers did not wait for them: only blocks that are readable count.
+    #: Blocks of a prompt that a prefill worker has accepted before count as held there; False, as in older logs, whose
+    #: workers did not wait for them: only blocks that are readable count.
     coming_blocks: bool = False
     #: Number of other holders that are named with a fetch, to turn to when its source fails.
     fetch_replicas: Annotated[int, Meta(ge=0, le=16)] = 0

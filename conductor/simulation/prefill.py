@@ -1,7 +1,7 @@
 """A simulated prefill worker: the time, memory and bandwidth that `halfmoon.workers.prefill.worker` takes.
 
 One order computes at a time, in the order of arrival. The next few have their blocks held and fetched meanwhile; one
-whose prompt begins with blocks that an order before it is to compute waits for these.
+whose prompt begins with blocks that an order before it fetches or is to compute waits for these.
 Loading overlaps with computing layer by layer, and so does pushing to the decode node: only the last layer's transfer
 comes after the end of computing.
 """
@@ -171,16 +171,13 @@ class SimulatedPrefill:
                 self._prepare(job)
 
     def _prefix_is_coming(self, job: SimulatedJob, place: int) -> bool:
-        """One before it is to compute blocks that it can use."""
+        """One before it fetches, or is to compute, blocks that it can use; they are there when it ends."""
         # Workers of older logs did not wait: their policy does not count on it.
         if not self.context.coming_blocks:
             return False
         usable = (job.order.prompt_tokens - 1) // self.context.block_tokens
         before = [*([self.running] if self.running is not None else []), *islice(self.queue, place)]
-        return any(
-            min(usable, common_blocks(one.joined_keys, job.joined_keys)) > one.local + one.fetched
-            for one in before
-        )
+        return any(min(usable, common_blocks(one.joined_keys, job.joined_keys)) > one.local for one in before)
 
     def _prepare(self, job: SimulatedJob) -> None:
         """Hold the blocks that are here, fetch those of the order that their holder still has."""

@@ -220,7 +220,8 @@ def test_a_long_queue_is_looked_at_where_more_is_coming_than_anybody_holds() -> 
     matched = match_prefix(state, request, script.now_ns)
     best = earliest_first_token(state, request, matched, script.now_ns)
     assert best == choose_prefill(state, candidates(state, request, matched, script.now_ns), "")
-    assert best is not None and best.worker_id == "p1"
+    assert best is not None
+    assert best.worker_id == "p1"
 
 
 class EverySource(PrefixMatch):

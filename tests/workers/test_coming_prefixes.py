@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 from prefill_script import FIRST, KEYS, OTHER_KEYS, Script, open_push, open_put, prompt, reply
 
+from halfmoon.schemas.decisions import Fetch
 from halfmoon.schemas.keys import common_blocks
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.machines import OrderCancelled, TokensTaken
 from halfmoon.workers.prefill.actions import EndOrder, ReserveSlots
 from halfmoon.workers.prefill.events import (
+    BlocksFetched,
     ComputingStopped,
     FirstTokenDrawn,
     PromptComputed,
@@ -64,6 +66,14 @@ def test_nobody_waits_for_blocks_of_no_use(present: list[int], fields: dict[str,
     script = Script()
     script.computing("1-1", present=present)
     assert asks_for_slots(given(script, "2-1", **fields)) == ["2-1"]
+
+
+def test_it_waits_for_a_fetch_and_no_longer() -> None:
+    script = Script()
+    script.computing("1-1", fetches=[Fetch(node_id="n3", first_block=0, blocks=2)])
+    assert given(script, "2-1") == []
+    actions = script(BlocksFetched, "1-1", source_node_id="n3", moved_bytes=1, elapsed_ns=1)
+    assert asks_for_slots(actions) == ["2-1"]
 
 
 def test_the_third_waits_for_the_second_and_not_for_the_first() -> None:

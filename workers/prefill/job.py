@@ -241,10 +241,11 @@ class Job:
         else:
             self.stage = PrefillStage.PREPARED
 
-    def computes_for(self, other: Job) -> bool:
-        """Whether it is to compute blocks that `other`, behind it, can use."""
+    def brings_for(self, other: Job) -> bool:
+        """Whether it is to compute, or fetches, blocks that `other`, behind it, can use."""
         keys = shared_keys(self.order, self.reply), shared_keys(other.order, other.reply)
-        return min(common_blocks(*keys), other.usable_blocks) > self.prefix_blocks
+        present = self.cached_blocks if self.fetching else self.prefix_blocks
+        return min(common_blocks(*keys), other.usable_blocks) > present
 
     def reserve(self, at_ns: int, out: Actions) -> None:
         """Its slots. Which blocks are present is seen now, and not again."""

@@ -15,7 +15,7 @@ class PrefillStage(Enum):
 
     QUEUED = "queued"  # nothing has begun
     TAKING = "taking"  # waits for its tokens
-    AWAITING_PREFIX = "awaiting prefix"  # an order before it computes blocks that it can use
+    AWAITING_PREFIX = "awaiting prefix"  # an order before it brings blocks that it can use
     OPENING_PUT = "opening put"  # waits for slots of the own node's pool
     PREPARED = "prepared"  # may compute when its turn comes; its fetch may be under way
     OPENING_PUSH = "opening push"  # waits for slots of the decode node's pool

@@ -8,7 +8,8 @@ turn to compute. Rules:
 
 - Orders compute one at a time, in the order of their arrival. The first `prepared_max` of the queue are prepared
   meanwhile: their tokens are taken, their slots are reserved, their fetches are under way.
-- An order whose prompt begins with blocks that one before it is to compute asks for its slots once they are there.
+- An order whose prompt begins with blocks that one before it fetches or is to compute asks for its slots once they are
+  there.
 - PrefillFinished or PrefillFailed answers an order, exactly once; a cancelled order is not answered.
 - A part of another worker's prompt (`stage_job`) has its turn in the same queue. All workers hear of orders in one
   order, so the oldest one of all that are open has, or gets, its turn at each of its workers: none waits for ever.
@@ -167,7 +168,7 @@ class PrefillState:
         for job in self.queue[: self.prepared_max]:
             if not isinstance(job, Job):
                 continue
-            if job.stage is PrefillStage.AWAITING_PREFIX and not any(one.computes_for(job) for one in before):
+            if job.stage is PrefillStage.AWAITING_PREFIX and not any(one.brings_for(job) for one in before):
                 job.reserve(at_ns, out)
             before.append(job)
 

@@ -93,7 +93,7 @@ def cached_blocks_max(worker: WorkerRecord, tokens: int) -> int:
 
 
 def coming_at(state: State, worker: WorkerRecord, match: PrefixMatch) -> int:
-    """Blocks of the prompt, from the first on, that the worker will have computed for prompts before it."""
+    """Blocks of the prompt, from the first on, that its worker will have of prompts before it."""
     return match.coming.get(worker.worker_id, 0) if rules_of(state).coming_counted else 0
 
 

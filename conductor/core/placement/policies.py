@@ -75,7 +75,7 @@ class PolicyRules(msgspec.Struct, frozen=True, kw_only=True):
     fetch: FetchRule
     #: Whether a copy of blocks that are elsewhere has a price (`Candidate.copies_ns`).
     copies_priced: bool = False
-    #: Whether blocks that a worker is to compute for a prompt before it count as held (`Policy.coming_blocks`).
+    #: Whether blocks of a prompt that the worker has accepted before count as held (`Policy.coming_blocks`).
     coming_counted: bool = False
     #: Whether under overload, with admission `predicted`, larger prompts are refused first.
     large_refused_first: bool = False

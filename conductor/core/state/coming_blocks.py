@@ -1,4 +1,4 @@
-"""Coming blocks: the prefixes that prefill workers will hold once they have computed what they have accepted.
+"""Coming blocks: the prefixes that prefill workers will hold once all that they have accepted is computed.
 
 A worker computes its prompts in the order in which it was given them, and a prompt waits there for the blocks of one
 before it (`workers/prefill/state.py`). So to a new prompt these blocks are as good as held, at that worker alone.
