@@ -2,7 +2,9 @@
 
 8 prefill and 8 decode workers of one profile, nothing refused. A cell of the table is a kind at a speed: TTFT, mean
 and p90, of each policy, meaned over the seeds, which draw the workload. `behind` is how far the policy in question is
-behind the best of the others, in percent (negative: ahead), in the mean and at p90.
+behind the best of the others, in percent (negative: ahead), in the mean and at p90. It runs a second time with groups
+of prefill workers, which no other policy has: `ahead` is how far it is ahead of each other one, alone and in groups, by
+kind, in the mean over the speeds.
 
 In a closed loop a turn of a session waits for the answer before it: only kinds with sessions are run.
 
@@ -47,6 +49,10 @@ class Run(NamedTuple):
     closed_loop: bool
 
 
+def title(policy: str, group: int) -> str:
+    return policy if group == 1 else f"{policy} in groups"
+
+
 class Measured(NamedTuple):
     """What a run took: TTFT in ms, the share of time that prefill workers computed, tokens reused."""
 
@@ -82,7 +88,7 @@ def cells(runs: Sequence[Run], measured: Sequence[Measured], ours: PolicyName) -
     """A row for each kind and speed, in the order of the runs."""
     found: dict[tuple[str, float], dict[str, list[Measured]]] = {}
     for run, one in zip(runs, measured, strict=True):
-        found.setdefault((run.kind, run.speed), {}).setdefault(run.policy, []).append(one)
+        found.setdefault((run.kind, run.speed), {}).setdefault(title(run.policy, run.group), []).append(one)
     for (kind, speed), policies in found.items():
         mean = {name: statistics.fmean(one.mean for one in some) for name, some in policies.items()}
         p90 = {name: statistics.fmean(one.p90 for one in some) for name, some in policies.items()}
@@ -98,8 +104,31 @@ def cells(runs: Sequence[Run], measured: Sequence[Measured], ours: PolicyName) -
 
 
 def _behind(values: dict[str, float], ours: str) -> float:
-    best = min(value for name, value in values.items() if name != ours)
+    best = min(value for name, value in values.items() if not name.startswith(ours))
     return round((values[ours] / best - 1) * 100, 1)
+
+
+def worst(rows: Sequence[dict[str, Any]], measure: str) -> dict[str, Any]:
+    """The cell in which the policy in question is furthest behind."""
+    row = max(rows, key=lambda row: row[measure])
+    return {"kind": row["kind"], "speed": row["speed"], "percent": row[measure]}
+
+
+def ahead(rows: Sequence[dict[str, Any]], ours: str) -> dict[str, dict[str, dict[str, float]]]:
+    """Kind, how the policy in question ran, other policy: by how many percent its mean TTFT is shorter."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        means = [row["mean_ms"] for row in rows if row["kind"] == kind]
+        own = [name for name in means[0] if name.startswith(ours)]
+        found[kind] = {
+            name: {
+                other: round(statistics.fmean(1 - one[name] / one[other] for one in means) * 100, 1)
+                for other in means[0]
+                if other not in own
+            }
+            for name in own
+        }
+    return found
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -112,6 +141,16 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
+def _summary(result: dict[str, Any]) -> Iterator[str]:
+    for which in ("worst_mean", "worst_p90"):
+        cell = result[which]
+        yield f"{which}: {cell['kind']} at {cell['speed']:g}, behind {cell['percent']:+.1f} %"
+    for kind, ways in result["ahead_percent"].items():
+        for name, others in ways.items():
+            figures = ", ".join(f"{other} {percent:.1f} %" for other, percent in others.items())
+            yield f"{kind}: {name} ahead of {figures}"
+
+
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS])
@@ -121,27 +160,35 @@ def main() -> None:
         "--policy", choices=get_args(PolicyName), default="halfmoon", help="the one in question"
     )
     options.add_argument("--rivals", nargs="+", choices=get_args(PolicyName), default=[*RIVALS])
-    options.add_argument("--prefill-group", type=int, default=1, help="of the policy in question")
+    options.add_argument(
+        "--prefill-group",
+        type=int,
+        default=WORKERS,
+        help="of the policy in question, the second time; 1: once",
+    )
     options.add_argument("--requests", type=int, default=0, help="only the first so many of each workload")
     options.add_argument("--closed-loop", action="store_true", help="turns wait for the answers before them")
     args = parsed(options, kinds=["chat", "agents"], speeds=[1.0], seeds=[1], requests=200)
     if args.closed_loop:
         args.kinds = [kind for kind in args.kinds if kind in SESSIONS_KINDS]
     rivals = [name for name in args.rivals if name != args.policy]
+    ways = [(args.policy, 1), *((name, 1) for name in rivals)]
+    if args.prefill_group > 1:
+        ways.append((args.policy, args.prefill_group))
     runs = [
         Run(
             kind,
             speed,
             seed,
             name,
-            args.prefill_group if name == args.policy else 1,
+            group,
             args.requests,
             args.closed_loop,
         )
-        for kind, seed, speed, name in product(args.kinds, args.seeds, args.speeds, [args.policy, *rivals])
+        for kind, seed, speed, (name, group) in product(args.kinds, args.seeds, args.speeds, ways)
     ]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        measured = list(pool.map(measure, runs, chunksize=len(rivals) + 1))
+        measured = list(pool.map(measure, runs, chunksize=len(ways)))
     rows = list(cells(runs, measured, args.policy))
     result = {
         "policy": args.policy,
@@ -150,9 +197,12 @@ def main() -> None:
         "profile": PROFILE,
         "workers": [WORKERS, WORKERS],
         "seeds": args.seeds,
+        "worst_mean": worst(rows, "behind_mean_percent"),
+        "worst_p90": worst(rows, "behind_p90_percent"),
+        "ahead_percent": ahead(rows, args.policy),
         "rows": rows,
     }
-    finish(args, result, [_line(row) for row in rows])
+    finish(args, result, [*(_line(row) for row in rows), *_summary(result)])
 
 
 if __name__ == "__main__":

@@ -59,6 +59,20 @@ def split_keys(keys: bytes) -> list[bytes]:
     return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
 
 
+def common_blocks(one: bytes, other: bytes) -> int:
+    """How many blocks two prompts have in common, from the first on, by their concatenated keys."""
+    low, high = 0, min(len(one), len(other)) // KEY_BYTES
+    # Keys are chained: where one is equal, so are all before it.
+    while low < high:
+        middle = (low + high + 1) // 2
+        end = middle * KEY_BYTES
+        if one[end - KEY_BYTES : end] == other[end - KEY_BYTES : end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def join_keys(keys: Sequence[bytes]) -> bytes:
     return b"".join(keys)
 

@@ -88,6 +88,9 @@ class TransferRules(AdmissionRules, frozen=True):
     #: A push of less than a block takes as long as its messages, and teaches nothing of a link's bandwidth; False, as
     #: in older logs, whose pushes were of whole blocks: it teaches.
     links_by_blocks: bool = False
+    #: Blocks of a prompt that a prefill worker has accepted before count as held there; False, as in older logs, whose
+    #: workers did not wait for them: only blocks that are readable count.
+    coming_blocks: bool = False
     #: Number of other holders that are named with a fetch, to turn to when its source fails.
     fetch_replicas: Annotated[int, Meta(ge=0, le=16)] = 0
     #: A prefix gets one more holder when this many transfers leave its holder at once (0: never).
@@ -181,7 +184,11 @@ class Policy(LivenessRules, frozen=True):
     def present(self) -> Policy:
         """With the rules of placement that a new cluster, the simulator and the comparisons of policies have."""
         return msgspec.structs.replace(
-            self, copies_price="displaced", group_from="spare", links_by_blocks=True
+            self,
+            copies_price="displaced",
+            group_from="spare",
+            links_by_blocks=True,
+            coming_blocks=True,
         )
 
 

@@ -196,6 +196,8 @@ def _reserve(state: State, order: Order, fetched_ns: int) -> None:
     book_stages(state, order)
     if order.prefill.fetch_node_id:
         state.leaving.setdefault(order.prefill.fetch_node_id, {})[order.order_id] = fetched_ns
+    if state.policy.coming_blocks:
+        state.coming.add(order, state.requests[order.request_id].event.block_keys)
     load_changed(state, order.prefill_id, order.decode_id)
 
 
@@ -240,6 +242,8 @@ def free_prefill(state: State, order: Order) -> None:
     if order.phase == "decode":
         return
     order.phase = "decode"
+    if state.policy.coming_blocks:
+        state.coming.remove(order.order_id)
     free_stages(state, order)
     leaving = state.leaving.get(order.prefill.fetch_node_id)
     if leaving is not None:

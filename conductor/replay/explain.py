@@ -209,7 +209,7 @@ def prefill_rows(why: Explanation, chosen: str, attempt: PlacementAttempt | None
                 duration(c.prefill_ns),
                 duration(c.ttft_ns),
                 duration(c.copies_ns),
-                f"{c.cached_tokens}",
+                f"{c.cached_tokens}" + (f" ({c.coming_blocks} blocks coming)" if c.coming_blocks else ""),
                 fetched(c.fetches, c.fetch_sharing, c.from_ssd),
                 reasons.get(c.worker_id, ""),
             )

@@ -40,11 +40,14 @@ class SimulationContext:
         world: Surroundings,
         *,
         block_tokens: int,
+        coming_blocks: bool,
     ) -> None:
         self.profile = profile
         self.clock = clock
         self.network = network
         self.block_tokens = block_tokens
+        #: Whether prompts wait for blocks that one before them computes (`Policy.coming_blocks`).
+        self.coming_blocks = coming_blocks
         self.block_bytes = profile.layout(block_tokens).block_bytes
         self.say, self.ended, self.keys = world.say, world.ended, world.keys
         #: By request and by node id.

@@ -1,6 +1,7 @@
 """A simulated prefill worker: the time, memory and bandwidth that `halfmoon.workers.prefill.worker` takes.
 
-One order computes at a time, in the order of arrival. The next few have their blocks held and fetched meanwhile.
+One order computes at a time, in the order of arrival. The next few have their blocks held and fetched meanwhile; one
+whose prompt begins with blocks that an order before it fetches or is to compute waits for these.
 Loading overlaps with computing layer by layer, and so does pushing to the decode node: only the last layer's transfer
 comes after the end of computing.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 
 from halfmoon.conductor.simulation.context import SimulationContext
 from halfmoon.conductor.simulation.decode import SimulatedDecode
@@ -17,6 +19,7 @@ from halfmoon.conductor.simulation.nodes import Node
 from halfmoon.conductor.simulation.stages import stage_times
 from halfmoon.schemas.decisions import StartPrefill, StartStage
 from halfmoon.schemas.events import PrefillFinished, StageFinished, WorkerHeartbeat
+from halfmoon.schemas.keys import common_blocks, join_keys
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.similar import SimilarReuse, expected_reuse
 
@@ -36,6 +39,7 @@ class SimulatedJob:
         "fetched",
         "fetching",
         "held",
+        "joined_keys",
         "keys",
         "layer_there",
         "loaded",
@@ -50,6 +54,7 @@ class SimulatedJob:
 
     def __init__(self, order: StartPrefill, keys: list[bytes], now_ns: int) -> None:
         self.order, self.keys, self.arrived_ns = order, keys, now_ns
+        self.joined_keys = join_keys(keys)
         self.prepared = self.cancelled = self.computed = False
         #: Blocks used: from the node itself, from another.
         self.local = self.fetched = 0
@@ -161,9 +166,18 @@ class SimulatedPrefill:
         for place, job in enumerate(self.queue):
             if place >= prepared_max:
                 break
-            if not job.prepared:
+            if not job.prepared and not self._prefix_is_coming(job, place):
                 job.prepared = True
                 self._prepare(job)
+
+    def _prefix_is_coming(self, job: SimulatedJob, place: int) -> bool:
+        """One before it fetches, or is to compute, blocks that it can use; they are there when it ends."""
+        # Workers of older logs did not wait: their policy does not count on it.
+        if not self.context.coming_blocks:
+            return False
+        usable = (job.order.prompt_tokens - 1) // self.context.block_tokens
+        before = [*([self.running] if self.running is not None else []), *islice(self.queue, place)]
+        return any(min(usable, common_blocks(one.joined_keys, job.joined_keys)) > one.local for one in before)
 
     def _prepare(self, job: SimulatedJob) -> None:
         """Hold the blocks that are here, fetch those of the order that their holder still has."""
@@ -209,7 +223,10 @@ class SimulatedPrefill:
     # --- computing ------------------------------------------------------------------------------------------
 
     def _next(self) -> None:
-        if self.running is not None or self.parts or not self.queue or not self.queue[0].layer_there:
+        if self.running is not None or self.parts or not self.queue:
+            return
+        self._prepare_some()
+        if not self.queue[0].layer_there:
             return
         job = self.running = self.queue.popleft()
         self._prepare_some()

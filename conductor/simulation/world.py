@@ -137,6 +137,7 @@ class World:
             self.outcomes,
             self,
             block_tokens=cluster.block_tokens,
+            coming_blocks=policy.coming_blocks,
         )
         self.core = Core()
         self.samples: list[LoadSample] = []

@@ -84,6 +84,7 @@ class World:
         self.draw_late = random.Random(-seed - 1)
         self.idle_served = random.Random(f"idle {seed}").random() < 0.5
         self.correction_window = random.Random(f"correction {seed}").choice([0, 0, 3, 15])
+        self.coming_blocks = random.Random(f"coming {seed}").random() < 0.5
         self.copies_price = random.Random(f"copies {seed}").choice(get_args(CopiesPrice))
         if not lossy:
             self.net.loss = 0.0
@@ -283,6 +284,7 @@ class World:
             idle_served=self.idle_served,
             correction_window=self.correction_window,
             copies_price=self.copies_price,
+            coming_blocks=self.coming_blocks,
         )
         return msgspec.structs.replace(policy, **added)
 

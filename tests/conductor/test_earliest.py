@@ -27,6 +27,8 @@ from halfmoon.conductor.core.placement.policies import (
 from halfmoon.conductor.core.placement.prefix_match import FetchSource, PrefixMatch, match_prefix
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.cost import LINK_STALE_NS, Link, answer_class, expected_tokens
+from halfmoon.conductor.core.state.records import DecodeHalf, Order, PrefillHalf
+from halfmoon.schemas.decisions import Prediction
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.types import KEY_BYTES
 from tests.lengths import sizes
@@ -90,6 +92,7 @@ def test_the_short_ways_end_where_the_policy_would_among_all(count: int) -> None
 
 @pytest.mark.parametrize("count", sizes(2, 5))
 def test_rows_are_as_if_made_anew_after_every_event(count: int) -> None:
+    coming = 0
     for seed in range(count):
         cluster = Cluster(8_000 + seed, checked=False)
         cluster.run(chaos_s=20, calm_s=0)
@@ -98,6 +101,8 @@ def test_rows_are_as_if_made_anew_after_every_event(count: int) -> None:
             assert core.state.loads is not None  # made, so that it must be kept true
             core.step(stamped)
             state = core.state
+            if state.policy.coming_blocks:
+                coming += comings_agree(state)
             anew = msgspec.structs.replace(state).loads
             assert state.loads.suspected_until_ns == anew.suspected_until_ns
             for name in ("prefill", "decode", "mixed"):
@@ -114,11 +119,37 @@ def test_rows_are_as_if_made_anew_after_every_event(count: int) -> None:
                     want.block_tokens,
                     want.on_node,
                 )
+    assert coming > 0
+
+
+def comings_agree(state: State) -> int:
+    """How many requests find coming blocks; the same as in a state made of the records alone."""
+    kept, anew = state.coming, msgspec.structs.replace(state).coming
+    found = [request.event.block_keys for request in state.requests.values()]
+    assert [kept.match(each) for each in found] == [anew.match(each) for each in found]
+    return sum(1 for each in found if kept.match(each))
+
+
+def order_at(worker_id: str) -> Order:
+    return Order(
+        order_id=f"at {worker_id}",
+        request_id="x",
+        prefill_id=worker_id,
+        prefill_node_id=f"n-{worker_id}",
+        decode_id="d0",
+        decode_node_id="n-d0",
+        placed_ns=0,
+        placed_seq=0,
+        predicted=Prediction(),
+        prefill=PrefillHalf(end_ns=0, reserved_ns=0, pending_blocks=0, prompt_blocks=0),
+        decode=DecodeHalf(lasts_ns=0, reserved_blocks=0, context_tokens=0),
+    )
 
 
 def wide_pool(draw: random.Random) -> Script:
     """Ten to forty prefill workers with what makes them differ, though many are alike."""
     script = Script(
+        coming_blocks=True,
         link_bytes_s=10 ** draw.randrange(7, 11),
         link_latency_ns=draw.choice([0, 500_000]),
         copies_price=draw.choice(["reuse", "displaced"]),
@@ -135,7 +166,9 @@ def wide_pool(draw: random.Random) -> Script:
     state.displaced.evicted, state.displaced.missed = 10, draw.choice([0, 3, 10])
     for worker in state.workers.values():
         if draw.random() < (0.9 if int(worker.worker_id[1:]) < holders else 0.2):
-            worker.prompts.orders["x"] = worker.prompts.reserved_ns = draw.choice([1_000, 5 * MS, 500 * MS])
+            worker.prompts.orders["x"] = worker.prompts.reserved_ns = draw.choice(
+                [1_000, 5 * MS, 100 * MS, 500 * MS]
+            )
             worker.prompts.head_since_ns = script.now_ns
         state.links[worker.node_id] = {
             f"n-p{draw.randrange(count)}": Link(
@@ -148,12 +181,15 @@ def wide_pool(draw: random.Random) -> Script:
             ends = (script.now_ns + draw.choice([-1, 1]) for _ in range(draw.randrange(1, 3)))
             state.leaving[worker.node_id] = {str(place): end_ns for place, end_ns in enumerate(ends)}
     state.members_changed()
+    for worker in state.workers.values():
+        if worker.orders and draw.random() < 0.3:
+            state.coming.add(order_at(worker.worker_id), keys(draw.choice([1, 10, 20])))
     return script
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_in_a_wide_pool_no_holder_and_no_idle_worker_is_passed_over_that_would_be_taken(seed: int) -> None:
-    draw, fetched = random.Random(seed), 0
+    draw, fetched, coming = random.Random(seed), 0, 0
     for _ in range(40):
         script = wide_pool(draw)
         state, request = (
@@ -166,7 +202,27 @@ def test_in_a_wide_pool_no_holder_and_no_idle_worker_is_passed_over_that_would_b
         assert candidates(state, request, matched, script.now_ns) == every
         assert best == choose_prefill(state, every, "")
         fetched += bool(best and best.fetches)
+        coming += bool(best and best.coming_blocks)
     assert fetched > 0
+    assert coming > 0
+
+
+def test_a_long_queue_is_looked_at_where_more_is_coming_than_anybody_holds() -> None:
+    script = Script(prefill(0), prefill(1), prefill(2), coming_blocks=True, link_bytes_s=100_000)
+    script(stored("p0", keys(10)))
+    state, request = script.core.state, arrived(tokens=2_001, block_keys=keys(20))
+    for name, queue_ns in (("p0", 500 * MS), ("p1", 120 * MS)):
+        prompts = state.workers[name].prompts
+        prompts.orders["x"] = prompts.reserved_ns = queue_ns
+        prompts.head_since_ns = script.now_ns
+    state.members_changed()
+    state.coming.add(order_at("p1"), keys(20))
+    # p2 could take 110 ms, were the ten blocks there at once; over its link it computes all, in 210 ms.
+    matched = match_prefix(state, request, script.now_ns)
+    best = earliest_first_token(state, request, matched, script.now_ns)
+    assert best == choose_prefill(state, candidates(state, request, matched, script.now_ns), "")
+    assert best is not None
+    assert best.worker_id == "p1"
 
 
 class EverySource(PrefixMatch):
@@ -175,7 +231,7 @@ class EverySource(PrefixMatch):
     @classmethod
     def of(cls, state: State, request: RequestArrived, now_ns: int) -> EverySource:
         runs = state.index.runs(request.block_keys, len(request.block_keys) // KEY_BYTES)
-        return cls(state, runs, runs, now_ns)
+        return cls(state, runs, runs, now_ns, state.coming.match(request.block_keys))
 
     def undominated_sources(self, measured: object, more_than: int) -> Iterator[FetchSource]:
         return self.sources(more_than)

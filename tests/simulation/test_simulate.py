@@ -87,6 +87,17 @@ def test_every_request_ends_under_every_policy(
             assert outcome.local_tokens + outcome.fetched_tokens < outcome.prompt_tokens
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_prompt_waits_for_blocks_that_one_before_it_computes(waits: bool) -> None:
+    outcomes: dict[str, Outcome] = {}
+    arrivals = [request(0, 10_240), request(1, 10_240), request(2, 20_480), request(3, 10_240, chain=2)]
+    policy = Policy(admission="none", coming_blocks=waits)
+    simulate(arrivals, ClusterShape(prefill=1, decode=1), policy, LLAMA3_A800, outcomes=outcomes)
+    # At least one token is computed, so of twenty blocks that are here nineteen are used.
+    expected = [0, 19 * 512, 20 * 512, 0] if waits else [0, 0, 0, 0]
+    assert [one.local_tokens for one in outcomes.values()] == expected
+
+
 @pytest.mark.slow
 def test_earlier_simulations_take_no_memory(conversation: list[Arrival]) -> None:
     frozen = gc.get_freeze_count()

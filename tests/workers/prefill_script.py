@@ -34,6 +34,7 @@ LAYOUT = Layout(
 #: Three blocks, the last one half full, so that it has no key.
 TOKENS = list(range(25))
 KEYS = bytes(range(32))
+OTHER_KEYS = bytes(range(32, 64))
 FIRST = SampledToken(token_id=7)
 
 
@@ -120,9 +121,9 @@ class Script:
 
     def prepared(self, order_id: str = "1-1", **put: Any) -> list[Action]:
         """From its arrival to its slots; the actions of the last step."""
-        fetches = put.pop("fetches", None)
+        fetches, block_keys = put.pop("fetches", None), put.pop("block_keys", KEYS)
         self.receive(order_id, fetches)
-        self(TokensTaken, order_id, reply=reply())
+        self(TokensTaken, order_id, reply=reply(block_keys=block_keys))
         return self(SlotsReserved, order_id, **{"slots": [4, 5, 6], "present": [], **put})
 
     def computing(self, order_id: str = "1-1", **put: Any) -> list[Action]:

@@ -16,6 +16,7 @@ from decode_script import MS, order, reply
 from decode_script import Script as DecodeScript
 from mixed_script import Script as MixedScript
 from mixed_script import order as mixed_order
+from prefill_script import OTHER_KEYS
 from prefill_script import Script as PrefillScript
 
 from halfmoon.schemas.sampling import SampledToken
@@ -184,7 +185,7 @@ def computing() -> Any:
     """One prompt is computed, and another is prepared."""
     script = PrefillScript()
     script.computing("1-1")
-    script.prepared("2-1")
+    script.prepared("2-1", block_keys=OTHER_KEYS)
     return script.state
 
 

@@ -13,6 +13,7 @@ from prefill_script import (
     FIRST,
     LAYERS,
     LAYOUT,
+    OTHER_KEYS,
     TOKENS,
     Script,
     open_push,
@@ -262,7 +263,7 @@ def test_orders_compute_one_at_a_time_in_the_order_of_their_arrival(script: Scri
 
 def test_when_one_fails_the_next_has_its_turn(script: Script) -> None:
     script.computing("1-1")
-    script.prepared("2-1")
+    script.prepared("2-1", block_keys=OTHER_KEYS)
     script(OrderCancelled, "1-1")
     assert script(ComputingStopped, "1-1") == [cancelled("1-1"), open_push("2-1")]
 

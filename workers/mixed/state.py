@@ -183,6 +183,9 @@ class MixedState:
         if request is None or request.answered:
             return
         request.job.step(event, self.out)
+        # It computes several prompts at once, so none waits for another's blocks.
+        if request.job.stage is PrefillStage.AWAITING_PREFIX:
+            request.job.reserve(self.now_ns, self.out)
         taken = isinstance(event, TokensTaken) and request.job.stage is not PrefillStage.ENDED
         if taken and not request.sequence.taken:
             request.sequence.take(request.job.reply, self._eos_ids)

@@ -2,9 +2,9 @@
 
 ::
 
-    queued ─ taking ─ opening put ─ prepared ─ opening push ─ computing ─ drawing ─ closing ─ ended
-                          │ ↺ pause               │ ↺ pause      │  ↑
-                          └ fetch, while it waits and computes   └ awaiting fetch
+    queued ─ taking ─ awaiting prefix ─ opening put ─ prepared ─ opening push ─ computing ─ drawing ─ closing ─ ended
+                                            │ ↺ pause               │ ↺ pause      │  ↑
+                                            └ fetch, while it waits and computes   └ awaiting fetch
 
 An event that the stage does not wait for changes nothing. An order can end from every stage.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from halfmoon.schemas.decisions import StartPrefill
-from halfmoon.schemas.keys import unpack_tokens
+from halfmoon.schemas.keys import common_blocks, unpack_tokens
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import SampledToken
@@ -70,7 +70,7 @@ STORE_PAUSE_NS = SECOND_NS // 10
 class Job:
     """One StartPrefill order. Times are monotonic ns unless a comment names another clock.
 
-    `prepare`, `begin_turn`, `step` and `cancel` append their actions to `out`.
+    `prepare`, `reserve`, `begin_turn`, `step` and `cancel` append their actions to `out`.
     """
 
     def __init__(self, order: StartPrefill, rules: JobRules, at_ns: int) -> None:
@@ -173,7 +173,7 @@ class Job:
             case ChunkStored():
                 self._chunk_stored(event, out)
             case TokensTaken():
-                self._tokens_taken(event.reply, event.at_ns, out)
+                self._tokens_taken(event.reply, out)
             case SlotsReserved():
                 self._put_opened(event, out)
             case ReserveSlotsFailed():
@@ -213,7 +213,7 @@ class Job:
 
     # --- preparing ------------------------------------------------------------------------------------------
 
-    def _tokens_taken(self, reply: TakeReply | None, at_ns: int, out: Actions) -> None:
+    def _tokens_taken(self, reply: TakeReply | None, out: Actions) -> None:
         if self.stage is not PrefillStage.TAKING:
             return
         if reply is None or reply.gone:
@@ -237,10 +237,21 @@ class Job:
             reason = f"the prompt's {self.blocks} blocks do not fit the worker's cache of {most}"
             self.fail(reason, out, retryable=True)
         elif self.rules.has_store:
-            self.stage, self.asked_ns = PrefillStage.OPENING_PUT, at_ns
-            self._open_put(out)
+            self.stage = PrefillStage.AWAITING_PREFIX
         else:
             self.stage = PrefillStage.PREPARED
+
+    def brings_for(self, other: Job) -> bool:
+        """Whether it is to compute, or fetches, blocks that `other`, behind it, can use."""
+        keys = shared_keys(self.order, self.reply), shared_keys(other.order, other.reply)
+        present = self.cached_blocks if self.fetching else self.prefix_blocks
+        return min(common_blocks(*keys), other.usable_blocks) > present
+
+    def reserve(self, at_ns: int, out: Actions) -> None:
+        """Its slots. Which blocks are present is seen now, and not again."""
+        assert self.stage is PrefillStage.AWAITING_PREFIX, self.stage
+        self.stage, self.asked_ns = PrefillStage.OPENING_PUT, at_ns
+        self._open_put(out)
 
     def _open_put(self, out: Actions) -> None:
         out.append(

@@ -15,6 +15,7 @@ class PrefillStage(Enum):
 
     QUEUED = "queued"  # nothing has begun
     TAKING = "taking"  # waits for its tokens
+    AWAITING_PREFIX = "awaiting prefix"  # an order before it brings blocks that it can use
     OPENING_PUT = "opening put"  # waits for slots of the own node's pool
     PREPARED = "prepared"  # may compute when its turn comes; its fetch may be under way
     OPENING_PUSH = "opening push"  # waits for slots of the decode node's pool
@@ -25,7 +26,13 @@ class PrefillStage(Enum):
     ENDED = "ended"
 
 
-WAITING_STAGES = (PrefillStage.QUEUED, PrefillStage.TAKING, PrefillStage.OPENING_PUT, PrefillStage.PREPARED)
+WAITING_STAGES = (
+    PrefillStage.QUEUED,
+    PrefillStage.TAKING,
+    PrefillStage.AWAITING_PREFIX,
+    PrefillStage.OPENING_PUT,
+    PrefillStage.PREPARED,
+)
 #: A store that has no room now is asked again after a pause.
 PAUSED_STAGES = (PrefillStage.OPENING_PUT, PrefillStage.OPENING_PUSH)
 #: At most one order of a worker is in one of these.

@@ -8,6 +8,8 @@ turn to compute. Rules:
 
 - Orders compute one at a time, in the order of their arrival. The first `prepared_max` of the queue are prepared
   meanwhile: their tokens are taken, their slots are reserved, their fetches are under way.
+- An order whose prompt begins with blocks that one before it fetches or is to compute asks for its slots once they are
+  there.
 - PrefillFinished or PrefillFailed answers an order, exactly once; a cancelled order is not answered.
 - A part of another worker's prompt (`layer_stages.job`) has its turn in the same queue. All workers hear of orders in
   one order, so the oldest one of all that are open has, or gets, its turn at each of its workers: none waits for ever.
@@ -92,6 +94,7 @@ class PrefillState:
                     job.step(event, out)
                     self._settle(job)
         self._prepare_some(out)
+        self._reserve_some(event.at_ns, out)
         self._begin_turn(event.at_ns, out)
         return out
 
@@ -159,6 +162,15 @@ class PrefillState:
         for job in self.queue[: self.prepared_max]:
             if job.stage is PrefillStage.QUEUED:
                 job.prepare(out)
+
+    def _reserve_some(self, at_ns: int, out: list[Action]) -> None:
+        before = [self.turn] if isinstance(self.turn, Job) else []
+        for job in self.queue[: self.prepared_max]:
+            if not isinstance(job, Job):
+                continue
+            if job.stage is PrefillStage.AWAITING_PREFIX and not any(one.brings_for(job) for one in before):
+                job.reserve(at_ns, out)
+            before.append(job)
 
     def _begin_turn(self, at_ns: int, out: list[Action]) -> None:
         # In the order of arrival: one that is prepared already waits for an earlier one that is not.

@@ -30,6 +30,7 @@ from halfmoon.conductor.core.placement.candidates import (
     cached_blocks_max,
     candidate_of,
     candidates,
+    coming_at,
     copies_ns,
     copies_rate,
 )
@@ -98,7 +99,9 @@ def earliest_first_token(
         best = candidate_of(state, index.workers[first], tokens, match, now_ns)
         rank = _rank(best, first)
     # A worker with more queued than this cannot be earlier, even at the least cost of any worker.
-    queue_max_ns = rank[0] - index.least.prefill_ns(tokens, blocks * index.block_tokens)
+    most = max(match.coming.values(), default=0) * index.block_tokens
+    cached = max(blocks * index.block_tokens, min(most, tokens))
+    queue_max_ns = rank[0] - index.least.prefill_ns(tokens, cached)
     # Sorted by load, so this is a slice: the work is of the workers with short queues, not of the whole cluster.
     places = [place for _, place in index.up_to(now_ns + queue_max_ns) if place != first]
     idle = _IdleBound(state, tokens, match, now_ns)
@@ -134,7 +137,7 @@ def _likely(index: LoadIndex[PrefillRow], match: PrefixMatch) -> list[int]:
     if match.dram_runs and len(match.dram_runs[0][1]) <= FEW_NODES:
         for node_id in match.dram_runs[0][1]:
             places += index.on_node.get(node_id, ())
-    return places
+    return places + index.places(match.coming)
 
 
 def _lower_bounds(
@@ -148,19 +151,20 @@ def _lower_bounds(
 ) -> list[Rank]:
     """Lower bounds of the ranks of the workers at `places`, those below `rank` only.
 
-    No first token comes before the queue is done and all behind the longest match of `blocks` is computed; the price of
-    copies comes on top. The transfer is taken to be free.
+    No first token comes before the queue is done, and all behind the longest match of `blocks`, or behind what comes
+    at the worker, is computed; the price of copies comes on top. The transfer is taken to be free.
     """
     index, held, rate = state.loads.prefill, match.dram, copies_rate(state)
-    cached = blocks * index.block_tokens
     found = []
     for place in places:
         worker = index.workers[place]
         free_ns, behind_ns, orders = index.rows[place]
+        coming = min(coming_at(state, worker, match), cached_blocks_max(worker, tokens))
+        cached = max(blocks, coming) * index.block_tokens
         bound_ns = worker.cost.prefill_ns(tokens, cached) + max(behind_ns, free_ns - now_ns)
         if bound_ns <= rank[0]:
-            lacking = blocks - min(held.get(worker.node_id, 0), blocks)
-            if lacking:
+            lacking = blocks - max(held.get(worker.node_id, 0), coming)
+            if lacking > 0:
                 bound_ns += copies_ns(rate, worker.cost, index.block_tokens, lacking)
             found.append((bound_ns, 0, orders, place))
     return [bound for bound in found if bound < rank]

@@ -44,7 +44,9 @@ def candidate_of(
     assert duty is not None, worker
     limit = cached_blocks_max(worker, tokens)
     queue = queue_ns(worker, now_ns)
-    local = min(match.dram.get(worker.node_id, 0), limit)
+    held = match.dram.get(worker.node_id, 0)
+    coming = coming_at(state, worker, match)
+    local = min(max(held, coming), limit)
     copies = copies_ns(
         copies_rate(state), worker.cost, worker.block_tokens, min(match.longest, limit) - local
     )
@@ -79,6 +81,7 @@ def candidate_of(
         pending_blocks=duty.pending_blocks,
         prompt_blocks=duty.prompt_blocks,
         uncached_blocks=-(-tokens // worker.block_tokens) - cached,
+        coming_blocks=max(0, min(coming, limit) - held),
         copies_ns=copies,
         full=len(worker.orders) >= policy.queued_max_per_worker,
     )
@@ -87,6 +90,11 @@ def candidate_of(
 def cached_blocks_max(worker: WorkerRecord, tokens: int) -> int:
     """Blocks of a prompt that need not be computed at most: the last token always is, for its logits."""
     return (tokens - 1) // worker.block_tokens if worker.block_bytes else 0
+
+
+def coming_at(state: State, worker: WorkerRecord, match: PrefixMatch) -> int:
+    """Blocks of the prompt, from the first on, that its worker will have of prompts before it."""
+    return match.coming.get(worker.worker_id, 0) if rules_of(state).coming_counted else 0
 
 
 class CopiesRate(NamedTuple):

@@ -44,6 +44,8 @@ class Candidate(CandidateWorker, kw_only=True):
     prompt_blocks: int
     #: Blocks of this prompt that must be computed.
     uncached_blocks: int
+    #: Of `local_blocks`: not there yet, but of a prompt that this worker has accepted before.
+    coming_blocks: int = 0
     #: Price of one more copy of blocks that are elsewhere: the time to compute the displaced blocks, as far as these
     #: are reused. 0 under policies that do not price copies.
     copies_ns: int = 0

@@ -75,6 +75,8 @@ class PolicyRules(msgspec.Struct, frozen=True, kw_only=True):
     fetch: FetchRule
     #: Whether a copy of blocks that are elsewhere has a price (`Candidate.copies_ns`).
     copies_priced: bool = False
+    #: Whether blocks of a prompt that the worker has accepted before count as held (`Policy.coming_blocks`).
+    coming_counted: bool = False
     #: Whether under overload, with admission `predicted`, larger prompts are refused first.
     large_refused_first: bool = False
 
@@ -85,6 +87,7 @@ POLICIES: dict[str, PolicyRules] = {
         decode=SHORTEST_STEP,
         fetch="cheapest",
         copies_priced=True,
+        coming_counted=True,
         large_refused_first=True,
     ),
     "mooncake": PolicyRules(prefill=EARLIEST_TOKEN, decode=SHORTEST_STEP, fetch="as_printed"),

@@ -26,11 +26,21 @@ class FetchSource(NamedTuple):
 
 
 class PrefixMatch:
-    """Blocks of a prompt by node: `held` in any tier, `dram` in DRAM. Valid for one step at one time."""
+    """Blocks of a prompt by node: `held` in any tier, `dram` in DRAM; and `coming` by worker, which computes them for
+    prompts that it has accepted. Valid for one step at one time.
+    """
 
-    __slots__ = ("_now_ns", "_runs", "_state", "dram", "dram_runs", "held", "longest")
+    __slots__ = ("_now_ns", "_runs", "_state", "coming", "dram", "dram_runs", "held", "longest")
 
-    def __init__(self, state: State, runs: Runs, dram_runs: Runs, now_ns: int) -> None:
+    def __init__(
+        self,
+        state: State,
+        runs: Runs,
+        dram_runs: Runs,
+        now_ns: int,
+        coming: Mapping[str, int] | None = None,
+    ) -> None:
+        self.coming = coming or {}
         self.held = _by_node(runs)
         self.dram_runs = dram_runs
         self.dram = self.held if dram_runs is runs else _by_node(dram_runs)
@@ -84,7 +94,8 @@ def match_prefix(state: State, request: RequestArrived, now_ns: int) -> PrefixMa
     index = state.index
     runs = readable_runs(state, request.block_keys, now_ns)
     dram_runs = index.runs(request.block_keys, blocks_max, dram_only=True) if index.has_ssd else runs
-    return PrefixMatch(state, runs, dram_runs, now_ns)
+    coming = state.coming.match(request.block_keys) if state.policy.coming_blocks else None
+    return PrefixMatch(state, runs, dram_runs, now_ns, coming)
 
 
 def readable_runs(state: State, block_keys: bytes, now_ns: int) -> Runs:

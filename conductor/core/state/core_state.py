@@ -12,6 +12,7 @@ from functools import cached_property
 import msgspec
 
 from halfmoon.conductor.core.state.block_index import BlockIndex
+from halfmoon.conductor.core.state.coming_blocks import ComingBlocks
 from halfmoon.conductor.core.state.cost import Answers, Link
 from halfmoon.conductor.core.state.demand import Demand
 from halfmoon.conductor.core.state.displaced import Displaced
@@ -90,7 +91,9 @@ class Members(LogPosition, kw_only=True):
 
 
 class State(Members, kw_only=True, dict=True):
-    """All that the core knows: a snapshot holds it and a digest names it. `loads` follows from it and is in neither."""
+    """All that the core knows: a snapshot holds it and a digest names it. `loads` and `coming` follow from it and are
+    in neither.
+    """
 
     index: BlockIndex
     requests: dict[str, Request] = {}
@@ -126,8 +129,14 @@ class State(Members, kw_only=True, dict=True):
             indexes.on_host.setdefault(self.host(worker), []).append(worker)
         return indexes
 
+    @cached_property
+    def coming(self) -> ComingBlocks:
+        """Kept under a policy with `coming_blocks`."""
+        return ComingBlocks(self.orders.values(), self.requests)
+
     def members_changed(self) -> None:
         """Call after a worker or a store agent joined, drains, is suspected or left, and after the policy changed:
-        `loads` is built again.
+        `loads` and `coming` are built again.
         """
         vars(self).pop("loads", None)
+        vars(self).pop("coming", None)

@@ -123,6 +123,10 @@ class LoadIndex(Generic[Row]):
                 del self.by_load[bisect_left(self.by_load, (load, place))]
                 insort(self.by_load, (self.rows[place][0], place))
 
+    def places(self, worker_ids: Iterable[str]) -> list[int]:
+        """Places of those of the workers that are here."""
+        return [self._places[worker_id] for worker_id in worker_ids if worker_id in self._places]
+
     def up_to(self, load: int) -> list[tuple[int, int]]:
         """The part of `by_load` whose load is at most `load`."""
         return self.by_load[: bisect_right(self.by_load, (load, len(self.rows)))]

@@ -1,0 +1,59 @@
+"""Coming blocks: the prefixes that prefill workers will hold once all that they have accepted is computed.
+
+A worker computes its prompts in the order in which it was given them, and a prompt waits there for the blocks of one
+before it (`workers/prefill/state.py`). So to a new prompt these blocks are as good as held, at that worker alone.
+
+They follow from the orders, and are in no snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from halfmoon.conductor.core.state.records import Order, Request
+from halfmoon.schemas.keys import common_blocks
+from halfmoon.schemas.types import KEY_BYTES, Blocks
+
+
+class ComingBlocks:
+    """Prompts that prefill workers have accepted and not computed, by their first block."""
+
+    __slots__ = ("_by_first", "_first")
+
+    def __init__(self, orders: Iterable[Order], requests: Mapping[str, Request]) -> None:
+        #: First key → order → worker and keys.
+        self._by_first: dict[bytes, dict[str, tuple[str, bytes]]] = {}
+        #: First key of each order.
+        self._first: dict[str, bytes] = {}
+        for order in orders:
+            if order.phase == "prefill":
+                self.add(order, requests[order.request_id].event.block_keys)
+
+    def add(self, order: Order, block_keys: bytes) -> None:
+        """A mixed worker computes several prompts at once, and what a similar prompt stood in for is shared by none:
+        these promise nothing.
+        """
+        if order.mixed or order.prefill.similar or not block_keys:
+            return
+        first = block_keys[:KEY_BYTES]
+        self._by_first.setdefault(first, {})[order.order_id] = order.prefill_id, block_keys
+        self._first[order.order_id] = first
+
+    def remove(self, order_id: str) -> None:
+        first = self._first.pop(order_id, None)
+        if first is not None:
+            alike = self._by_first[first]
+            del alike[order_id]
+            if not alike:
+                del self._by_first[first]
+
+    def match(self, block_keys: bytes) -> dict[str, Blocks]:
+        """By worker, how many blocks of a prompt from the first on it will have; workers with none are absent."""
+        found: dict[str, Blocks] = {}
+        for worker_id, coming in self._by_first.get(block_keys[:KEY_BYTES], {}).values():
+            # Many share their first blocks and no more, so one key says mostly that this one is no longer.
+            begin = found.get(worker_id, 0) * KEY_BYTES
+            next_key = coming[begin : begin + KEY_BYTES]
+            if next_key and next_key == block_keys[begin : begin + KEY_BYTES]:
+                found[worker_id] = common_blocks(block_keys, coming)
+        return found
