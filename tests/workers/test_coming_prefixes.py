@@ -44,6 +44,20 @@ def test_its_slots_are_asked_for_once_the_one_before_has_computed_them(keys: byt
     assert asks_for_slots(script(FirstTokenDrawn, "1-1", first=FIRST)) == ["2-1"]
 
 
+def test_it_waits_for_the_tokens_of_the_one_before() -> None:
+    script = Script()
+    script.receive("1-1")
+    assert given(script, "2-1") == []
+    assert asks_for_slots(script(TokensTaken, "1-1", reply=reply())) == ["1-1"]
+
+
+def test_who_has_other_blocks_asks_as_soon_as_the_tokens_of_the_one_before_are_there() -> None:
+    script = Script()
+    script.receive("1-1")
+    assert given(script, "2-1", block_keys=OTHER_KEYS) == []
+    assert asks_for_slots(script(TokensTaken, "1-1", reply=reply())) == ["1-1", "2-1"]
+
+
 def test_it_computes_what_the_one_before_did_not() -> None:
     script = Script()
     script.computing("1-1")

@@ -251,8 +251,10 @@ def test_the_first_of_the_queue_are_prepared_and_others_when_one_leaves_it() -> 
 
 def test_orders_compute_one_at_a_time_in_the_order_of_their_arrival(script: Script) -> None:
     script.receive("1-1")
-    assert script.prepared("2-1") == []
+    script.receive("2-1")
+    script(TokensTaken, "2-1", reply=reply(block_keys=OTHER_KEYS))
     script(TokensTaken, "1-1", reply=reply())
+    assert script(SlotsReserved, "2-1", slots=[4, 5, 6], present=[]) == []
     assert script(SlotsReserved, "1-1", slots=[1, 2, 3], present=[]) == [open_push("1-1")]
     script(PushOpened, "1-1")
     script(PromptComputed, "1-1", finished_at_ns=1)

@@ -168,6 +168,8 @@ class PrefillState:
         for job in self.queue[: self.prepared_max]:
             if not isinstance(job, Job):
                 continue
+            if job.stage in (PrefillStage.QUEUED, PrefillStage.TAKING):
+                break  # what it brings is not known yet
             if job.stage is PrefillStage.AWAITING_PREFIX and not any(one.brings_for(job) for one in before):
                 job.reserve(at_ns, out)
             before.append(job)
