@@ -77,7 +77,7 @@ def test_simulate_prints_a_table_and_draws(
 
 @pytest.mark.pure
 def test_capacity_and_size_answer(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = ("--trace", trace_file, "--requests", 50, "--json")
+    few = ("--trace", trace_file, "--requests", 80, "--json")
     found = json.loads(
         ran(capsys, "capacity", *few, "--prefill", 2, "--decode", 1, "--tbt-limits", "100,200")[1]
     )
