@@ -1,5 +1,5 @@
-"""What the benchmark programs share: a cluster of their own, percentiles, what was beside, and results as
-JSON.
+"""What the benchmark programs share: a cluster of their own, what its processes take, percentiles, what was beside, and
+results as JSON.
 """
 
 from __future__ import annotations
@@ -25,9 +25,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measured import RESULTS, ROOT, SERVING, beside, keep
 
-__all__ = ["ROOT", "bus_config", "cluster", "finish", "parsed", "parser", "spread"]
+__all__ = [
+    "ROOT",
+    "bus_config",
+    "cluster",
+    "cpu_s",
+    "family",
+    "finish",
+    "parsed",
+    "parser",
+    "pid_of",
+    "spread",
+]
 
 BRIEF = "as little as passes through all the code; the figures are not measurements"
+#: Fields of /proc/PID/stat, counted from 0 behind the name: CPU time in ticks, its own and of children that have ended.
+CPU_TICKS = slice(11, 15)
 #: What ran in other processes than this.
 _ran: set[str] = set()
 
@@ -85,6 +98,34 @@ def cluster(*flags: str) -> Iterator[dict[str, Any]]:
         finally:
             process.terminate()
             process.wait(60)
+
+
+def family(pid: int) -> list[int]:
+    """The process and all that descend from it."""
+    found = [pid]
+    with contextlib.suppress(OSError):  # it has just ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found += family(child)
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of the process and of all that descend from it."""
+    ticks = 0
+    for each in family(pid):
+        fields = Path(f"/proc/{each}/stat").read_text().rpartition(") ")[2].split()
+        ticks += sum(map(int, fields[CPU_TICKS]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def pid_of(up: int, name: str) -> int:
+    """The process with that `--id` among those that descend from `up`."""
+    for each in family(up):
+        words = Path(f"/proc/{each}/cmdline").read_bytes().decode().split("\0")
+        if ["--id", name] in [words[i : i + 2] for i in range(len(words))]:
+            return each
+    raise SystemExit(f"no process of {name}")
 
 
 def bus_config(addresses: dict[str, Any], name: str = "operator") -> BusConfig:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import uvloop
-from clusters import cluster, finish, parsed, parser
+from clusters import cluster, cpu_s, finish, parsed, parser
 
 from halfmoon.bus.embedded import free_port
 
@@ -190,21 +190,6 @@ def measured(system: System, load: Load, requests: Iterator[bytes], seconds: flo
         "first_ms": statistics.median(first_ms),
         "cpu_ms": (cpu_s(system.root) - before) / answers * 1e3,
     }
-
-
-def cpu_s(root: int) -> float:
-    """Processor time of a process and of all below it."""
-    parents, taken = {}, {}
-    for each in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-            parents[int(each)] = int(fields[1])
-            taken[int(each)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    below, found = {root}, -1
-    while found != len(below):
-        found = len(below)
-        below |= {process for process, parent in parents.items() if parent in below}
-    return sum(taken.get(process, 0.0) for process in below)
 
 
 @contextlib.contextmanager

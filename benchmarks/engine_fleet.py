@@ -34,9 +34,8 @@ from typing import Any, NamedTuple
 import nats
 import orjson
 import uvloop
-from clusters import cluster, finish, parsed, parser, spread
+from clusters import cluster, cpu_s, finish, parsed, parser, pid_of, spread
 from engine_doubles import FAULTS, EngineShape, answer_of, serve
-from start import cpu_s, pid_of
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus

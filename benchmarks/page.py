@@ -12,17 +12,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Iterator
 from multiprocessing.sharedctypes import Synchronized
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import uvloop
-from clusters import ROOT, cluster, finish, parsed, parser, spread
+from clusters import ROOT, cluster, cpu_s, finish, parsed, parser, spread
 from control_plane import ALONE, WARM, measure
 
 from halfmoon.conductor.core.machine import Core
@@ -64,15 +62,6 @@ def looking(url: str, watchers: int) -> Iterator[tuple[Synchronized[int], Synchr
         for process in processes:
             process.terminate()
             process.join()
-
-
-def cpu_s(pid: int) -> float:
-    """Of a process and all that it started and that still run."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    found = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += sum(cpu_s(int(child)) for child in (task / "children").read_text().split())
-    return found
 
 
 def ratio(pairs: list[tuple[dict[str, Any], dict[str, Any]]], field: Any) -> dict[str, float]:

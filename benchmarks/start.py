@@ -12,7 +12,6 @@ store agents' pools. `worker_private_mib` is the median of what a worker shares 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -26,14 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from clusters import ROOT, finish, parsed, parser, spread
+from clusters import ROOT, cpu_s, family, finish, parsed, parser, pid_of, spread
 
 READY_S_MAX = 240.0
 VICTIM = "decode-0"
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 QUESTION = {"model": "smollm2-135m-instruct", "prompt": "The moon is", "max_tokens": 8, "temperature": 0}
-#: Fields of /proc/PID/stat, counted from 0 behind the name: CPU time in ticks, its own and of children that have ended.
-CPU_TICKS = slice(11, 15)
 
 
 def until(what: Callable[[], bool], words: str) -> float:
@@ -46,37 +43,11 @@ def until(what: Callable[[], bool], words: str) -> float:
     return time.monotonic() - began
 
 
-def family(pid: int) -> list[int]:
-    """The process and all that descend from it."""
-    found = [pid]
-    with contextlib.suppress(OSError):  # it has just ended
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                found += family(child)
-    return found
-
-
-def cpu_s(pid: int) -> float:
-    ticks = 0
-    for each in family(pid):
-        fields = Path(f"/proc/{each}/stat").read_text().rpartition(") ")[2].split()
-        ticks += sum(map(int, fields[CPU_TICKS]))
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 def memory_mib(pid: int, *names: str) -> list[float]:
     """By names of /proc/PID/smaps_rollup."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     kib = {line.partition(":")[0]: int(line.split()[1]) for line in lines}
     return [kib[name] / 1024 for name in names]
-
-
-def pid_of(up: int, worker: str) -> int:
-    for each in family(up):
-        words = Path(f"/proc/{each}/cmdline").read_bytes().decode().split("\0")
-        if ["--id", worker] in [words[i : i + 2] for i in range(len(words))]:
-            return each
-    raise SystemExit(f"no process of {worker}")
 
 
 def measure(root: Path) -> dict[str, float]:
