@@ -113,8 +113,8 @@ class AdapterWorker(Worker):
         )
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._look = asyncio.Event()
-        #: Its log has the warning.
-        self._fetches_seen = self._recomputing = False
+        #: Of these its log has a line; one is enough.
+        self._warned: set[str] = set()
         #: Callers that wait for the next look at the engine to find it there.
         self._lookers: list[asyncio.Future[None]] = []
 
@@ -162,10 +162,10 @@ class AdapterWorker(Worker):
         now_ns = time.monotonic_ns()
         match decision:
             case StartMixed():
-                self._passes_over(decision.fetches)
+                self._pass_over(decision.fetches)
                 self.hear(MixedOrdered(at_ns=now_ns, order=decision))
             case StartPrefill():
-                self._passes_over(decision.fetches)
+                self._pass_over(decision.fetches)
                 self.hear(PromptOrdered(at_ns=now_ns, order=decision))
             case StartDecode():
                 self.hear(DecodeOrdered(at_ns=now_ns, order=decision))
@@ -178,10 +178,14 @@ class AdapterWorker(Worker):
             case _:
                 pass  # of a store: nothing is held for anybody
 
-    def _passes_over(self, fetches: Sequence[Fetch]) -> None:
-        if fetches and not self._fetches_seen:
-            self._fetches_seen = True
-            log.warning("%s: %s", self.config.worker_id, FETCHES_PLANNED)
+    def _pass_over(self, fetches: Sequence[Fetch]) -> None:
+        if fetches:
+            self._warn_once(FETCHES_PLANNED)
+
+    def _warn_once(self, what: str, *reason: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning("%s", ": ".join((self.config.worker_id, what, *reason)))
 
     def orders_open(self) -> int:
         return self.state.orders_open()
@@ -194,11 +198,8 @@ class AdapterWorker(Worker):
                 subject = subjects.tokens(action.frontend_id, self.config.worker_id)
                 self.bus.publish_soon(subject, action.message)
             case AskEngine():
-                if action.computes_again and not self._recomputing:
-                    self._recomputing = True
-                    log.warning(
-                        "%s: %s: %s", self.config.worker_id, PROMPTS_RECOMPUTED, action.computes_again
-                    )
+                if action.computes_again:
+                    self._warn_once(PROMPTS_RECOMPUTED, action.computes_again)
                 task = self.spawn(self._ask(action))
                 self._asking[action.order_id] = task
                 task.add_done_callback(functools.partial(self._asked, action.order_id))
