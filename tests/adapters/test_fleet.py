@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, engines: list[FakeEngine])
     patient = (*PATIENT, "--worker-wait-s", "600")
     with running(tmp_path_factory.mktemp("fleet"), *flags, "--dtype", "float32", *patient) as one:
         yield one
-
-
-@pytest.fixture
-async def fleet(cluster: Cluster, engines: list[FakeEngine]) -> AsyncIterator[FakeFleet]:
-    nc = await cluster.connect()
-    yield FakeFleet(cluster, engines, nc)
-    await nc.close()
 
 
 async def test_requests_go_where_their_blocks_are(fleet: FakeFleet) -> None:
