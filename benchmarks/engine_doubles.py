@@ -6,6 +6,9 @@ token and the length before them, so one that goes on at another engine is the s
 
 Some lie, each in one way (`FAULTS`): of blocks that they never stored, by batches that nobody can have, by numbers that
 begin anew, by replays out of order, by nonsense, and by answers that break off or make no sense.
+
+The tests have a double of their own (`tests/adapters/fake_engine.py`), which tells what it was asked and can be held at
+a token. These do as little as they can instead: a hundred share the cores with what is measured.
 """
 
 from __future__ import annotations

@@ -53,6 +53,10 @@ def title(policy: str, group: int) -> str:
     return policy if group == 1 else f"{policy} in groups"
 
 
+def own_titles(policy: str) -> tuple[str, str]:
+    return title(policy, 1), title(policy, WORKERS)
+
+
 class Measured(NamedTuple):
     """What a run took: TTFT in ms, the share of time that prefill workers computed, tokens reused."""
 
@@ -104,7 +108,7 @@ def cells(runs: Sequence[Run], measured: Sequence[Measured], ours: PolicyName) -
 
 
 def _behind(values: dict[str, float], ours: str) -> float:
-    best = min(value for name, value in values.items() if not name.startswith(ours))
+    best = min(value for name, value in values.items() if name not in own_titles(ours))
     return round((values[ours] / best - 1) * 100, 1)
 
 
@@ -119,7 +123,7 @@ def ahead(rows: Sequence[dict[str, Any]], ours: str) -> dict[str, dict[str, dict
     found: dict[str, dict[str, dict[str, float]]] = {}
     for kind in dict.fromkeys(row["kind"] for row in rows):
         means = [row["mean_ms"] for row in rows if row["kind"] == kind]
-        own = [name for name in means[0] if name.startswith(ours)]
+        own = [name for name in means[0] if name in own_titles(ours)]
         found[kind] = {
             name: {
                 other: round(statistics.fmean(1 - one[name] / one[other] for one in means) * 100, 1)
