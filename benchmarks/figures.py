@@ -156,6 +156,29 @@ def _better(result: Result) -> str:
     return f"{min(gains):+.0f} to {max(gains):+.0f} %; {max(ours):.0f} s against {max(theirs):.0f} s"
 
 
+def _policies(result: Result) -> str:
+    mean, p90 = result["worst_mean"], result["worst_p90"]
+    agents = result["ahead_percent"]["recorded agents"]
+    alone, groups = (min(agents[name].values()) for name in ("halfmoon", "halfmoon in groups"))
+    return f"{mean['percent']:+.1f} %, {p90['percent']:+.1f} %; {alone:.0f} %, in groups {groups:.0f} %"
+
+
+def _dynamo_edge(result: Result) -> str:
+    def at(connections: int) -> str:
+        ratios = [row["ratio"] for row in result["rows"] if row["connections"] == connections]
+        return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+    return f"{at(32)} at 32 connections, {at(1)} at one"
+
+
+def _engine_fleet(result: Result) -> str:
+    step, cpu = result["step_us"], result["cores"]["conductors"]
+    return (
+        f"{result['reached_per_s']:.0f} of {result['offered_per_s']:.0f} requests/s, {result['lost']} lost; a decision "
+        f"takes {step['p50']:.0f} µs of CPU, {step['p99']:.0f} at p99, the conductor {cpu:.2f} of a core"
+    )
+
+
 def _tokens_reused(result: Result) -> str:
     by_policy = {row[0]: row[2] for row in result["rows"]}
     bound = next(share for name, share in by_policy.items() if name.startswith("one pool"))
@@ -187,6 +210,12 @@ ROWS = (
         _control_plane("http", 12_288),
     ),
     Row(
+        "requests/s over HTTP, streamed, to NVIDIA Dynamo's, neither computing, by turns: ten kinds of load",
+        "dynamo_edge.json",
+        _dynamo_edge,
+    ),
+    Row("100 engines behind adapters, a fifth of which lie", "engine_fleet.json", _engine_fleet),
+    Row(
         "64 MiB of blocks over TCP: speed to a plain socket", "transfer.json", _transfer("tcp_get", "socket")
     ),
     Row("speed to Mooncake's store over TCP", "transfer.json", _transfer("tcp_get", "mooncake_get")),
@@ -213,6 +242,12 @@ ROWS = (
         "simulated: capacity against the papers' own rule, two sizes of cluster; p90 TTFT at that rule's limit",
         "experiments/better.json",
         _better,
+    ),
+    Row(
+        "simulated: TTFT of policy `halfmoon` behind the best of four others in its worst cell of 32, mean and p90; "
+        "ahead of it in the mean on recorded agents' sessions, alone and in groups of prefill workers",
+        "policies.json",
+        _policies,
     ),
     Row(
         "simulated: share of tokens reused, 8 workers × 3,000 blocks",
