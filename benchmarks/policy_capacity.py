@@ -1,0 +1,123 @@
+"""Capacity of a simulated cluster under our policy and under the papers' own rule, by kind of workload.
+
+Capacity is the highest speed of a workload at which 90 % of all requests, refused ones included, hold TTFT and TBT
+(Mooncake, FAST'25, section 5.1). 8 prefill and 8 decode workers of one profile; both refuse by prediction; computations
+differ from the profile by up to 5 %, drawn. The gain of a kind is meaned over the seeds, which draw the workload (of
+the recorded conversations: which half). A search is of one process; as many run side by side as there are cores.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from typing import Any, NamedTuple
+
+from clusters import finish, parsed, parser
+
+from benchmarks.workloads import KINDS
+from halfmoon.conductor.simulation.capacity import HELD_MIN, Runs
+from halfmoon.conductor.simulation.options import RunOptions
+from halfmoon.conductor.simulation.outcomes import Outcome
+from halfmoon.conductor.simulation.profiles import PROFILES
+from halfmoon.conductor.simulation.report import Objectives
+from halfmoon.conductor.simulation.simulate import simulate
+from halfmoon.conductor.simulation.world import ClusterShape
+from halfmoon.schemas.numbers import MS_NS, SECOND_NS
+from halfmoon.schemas.policy import Policy, PolicyName
+
+PROFILE = "llama3-70b-8xa800"
+WORKERS = 8
+OBJECTIVES = Objectives(ttft_ns=30 * SECOND_NS, tbt_ns=100 * MS_NS)
+POLICIES: tuple[PolicyName, ...] = ("mooncake", "halfmoon")
+#: The speed that is looked at first.
+STARTS = {"conversation": 4.0, "recorded agents": 8.0, "agents": 4.0}
+
+
+class Search(NamedTuple):
+    """One capacity; `requests` of 0 are all of the workload."""
+
+    kind: str
+    seed: int
+    policy: PolicyName
+    requests: int
+    precision: float
+
+
+def capacity(search: Search) -> float:
+    """The highest speed that holds."""
+    arrivals = KINDS[search.kind](search.seed)[: search.requests or None]
+
+    def at(speed: float) -> dict[str, Outcome]:
+        outcomes: dict[str, Outcome] = {}
+        simulate(
+            arrivals,
+            ClusterShape(prefill=WORKERS, decode=WORKERS, block_tokens=512),
+            Policy(
+                name=search.policy,
+                admission="predicted",
+                ttft_slo_ns=OBJECTIVES.ttft_ns,
+                tbt_slo_ns=OBJECTIVES.tbt_ns,
+            ).present(),
+            PROFILES[PROFILE],
+            RunOptions(speed=speed, slo=OBJECTIVES, noise_percent=5, seed=search.seed),
+            outcomes=outcomes,
+        )
+        return outcomes
+
+    return Runs(at).capacity(OBJECTIVES, start=STARTS[search.kind], precision=search.precision).speed
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--kinds", nargs="+", choices=[*STARTS], default=[*STARTS])
+    options.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    options.add_argument("--requests", type=int, default=0, help="only the first so many of each workload")
+    options.add_argument("--precision", type=float, default=0.02, help="of a capacity, as a share (0.02)")
+    args = parsed(options, kinds=["agents"], seeds=[1], requests=1_000, precision=0.5)
+    searches = [
+        Search(kind, seed, policy, args.requests, args.precision)
+        for kind, seed, policy in product(args.kinds, args.seeds, POLICIES)
+    ]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        found = dict(zip(searches, pool.map(capacity, searches), strict=True))
+    rows: list[dict[str, Any]] = []
+    for kind in args.kinds:
+        speeds = {
+            policy: [found[one] for one in searches if (one.kind, one.policy) == (kind, policy)]
+            for policy in POLICIES
+        }
+        gains = [own / theirs - 1 for theirs, own in zip(*speeds.values(), strict=True)]
+        rows.append(
+            {
+                "kind": kind,
+                "speeds": speeds,
+                "gain_percent": round(100 * statistics.fmean(gains), 1),
+                "gain_percent_min": round(100 * min(gains), 1),
+                "gain_percent_max": round(100 * max(gains), 1),
+            }
+        )
+    result = {
+        "profile": PROFILE,
+        "workers": [WORKERS, WORKERS],
+        "held_min": HELD_MIN,
+        "ttft_ms": OBJECTIVES.ttft_ns // MS_NS,
+        "tbt_ms": OBJECTIVES.tbt_ns // MS_NS,
+        "seeds": args.seeds,
+        "rows": rows,
+    }
+    finish(
+        args,
+        result,
+        [
+            f"{row['kind']:16} {row['gain_percent']:+.1f} % ({row['gain_percent_min']:+.1f} to "
+            f"{row['gain_percent_max']:+.1f}): "
+            + "; ".join(f"{name} {', '.join(map(str, some))}" for name, some in row["speeds"].items())
+            for row in rows
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

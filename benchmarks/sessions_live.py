@@ -1,0 +1,110 @@
+"""Recorded agents' sessions on real clusters, in a closed loop: the default policy and the papers' own rule, by turns.
+
+Both clusters are up at once: the built-in model, two prefill and two decode workers each, nothing refused. In a round
+both get the same sessions with the same texts, drawn anew for each round, first the one, then the other; the order
+changes with the round. Lengths are a 32nd of the recorded ones; a turn comes when the answer before it is whole and the
+recorded pause, shortened, is over. TTFT as the client sees it, mean and p90 over the requests of a round; the ratio is
+of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from clusters import cluster, finish, parsed, parser
+
+from benchmarks.workloads import recorded_agents, rows
+
+POLICIES = ("halfmoon", "mooncake")
+PATIENT = ("--ttft-slo-ms", "200000", "--tbt-slo-ms", "100000")
+FLAGS = ("--prefill", "2", "--decode", "2", "--pool-mib", "1024", *PATIENT)
+SCALE = 32
+
+
+def bench(http: str, *words: str) -> dict[str, Any]:
+    """The report of `halfmoon bench`."""
+    command = [sys.executable, "-m", "halfmoon.cli.main", "bench", "--http", http, "--json", *words]
+    found: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    if found["completed"] != found["requests"]:
+        raise SystemExit(f"{http}: of {found['requests']} requests {found['completed']} were answered")
+    return found
+
+
+def loaded(http: str, trace: Path, seed: int, args: argparse.Namespace) -> dict[str, float]:
+    """One round on one cluster: TTFT in ms, tokens of prompts, and how many of them were found in the KVCache."""
+    words = ["--trace", str(trace), "--scale", str(SCALE), "--speed", str(args.speed), "--seed", str(seed)]
+    found = bench(http, *words, "--sessions", str(args.sessions), "--turns", str(args.turns))
+    return {
+        "requests": found["requests"],
+        "ttft_mean_ms": found["mean_ttft_ms"],
+        "ttft_p90_ms": found["p90_ttft_ms"],
+        "prompt_tokens": found["total_input_tokens"],
+        "cached_tokens": found["cached_tokens"],
+    }
+
+
+def measured(addresses: Mapping[str, str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row of each round: `addresses` of HTTP by policy."""
+    for http in addresses.values():  # both workers of a role are warm then
+        bench(http, "--requests", "8", "--concurrency", "4", "--prompt-tokens", "300", "--output-tokens", "4")
+    found = []
+    with tempfile.TemporaryDirectory() as directory:
+        trace = Path(directory) / "sessions.jsonl"
+        for number in range(args.rounds):
+            drawn = recorded_agents(number + 1)
+            trace.write_text("".join(json.dumps(row) + "\n" for row in rows(drawn)))
+            order = POLICIES if number % 2 == 0 else POLICIES[::-1]
+            ran = {policy: loaded(addresses[policy], trace, number + 1, args) for policy in order}
+            own, rival = (ran[policy] for policy in POLICIES)
+            ratios = {
+                name: round(own[f"ttft_{name}_ms"] / rival[f"ttft_{name}_ms"], 3) for name in ("mean", "p90")
+            }
+            found.append({"seed": number + 1, "first": order[0], **ran, "ratio": ratios})
+    return found
+
+
+def line(row: Mapping[str, Any]) -> str:
+    each = "; ".join(
+        f"{policy} {row[policy]['ttft_mean_ms']:,.0f} / {row[policy]['ttft_p90_ms']:,.0f} ms, "
+        f"{row[policy]['cached_tokens'] / row[policy]['prompt_tokens']:.0%} of the prompts found"
+        for policy in POLICIES
+    )
+    requests, ratio = row[POLICIES[0]]["requests"], row["ratio"]
+    return f"{requests} requests: {each}; {ratio['mean']:.3f} in the mean, {ratio['p90']:.3f} at p90"
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--sessions", type=int, default=10)
+    options.add_argument("--turns", type=int, default=6, help="of each session, the first so many (6)")
+    options.add_argument("--speed", type=float, default=20.0, help="of beginnings and pauses (20)")
+    args = parsed(options, rounds=1, sessions=2, turns=2, speed=200.0)
+    with contextlib.ExitStack() as stack:
+        addresses = {
+            policy: stack.enter_context(cluster(*FLAGS, "--policy", policy))["http"] for policy in POLICIES
+        }
+        found = measured(addresses, args)
+    ratio = {name: statistics.median(row["ratio"][name] for row in found) for name in ("mean", "p90")}
+    result = {
+        "sessions": args.sessions,
+        "turns": args.turns,
+        "speed": args.speed,
+        "scale": SCALE,
+        "rounds": found,
+        "ratio": ratio,
+    }
+    finish(args, result, ["TTFT, mean / p90", *map(line, found), f"ratio {ratio['mean']} / {ratio['p90']}"])
+
+
+if __name__ == "__main__":
+    main()
