@@ -89,6 +89,9 @@ class StartPrefill(Message, frozen=True):
     chunk_tokens: Tokens = 0
     #: A similar prompt, whose KV stands in where it is to be had; None: all is computed.
     reference: Reference | None = None
+    #: The first of the waiting orders that it is computed before, where the worker has not begun to prepare that one;
+    #: "": it waits behind all.
+    before: str = ""
 
     @property
     def exact_blocks(self) -> Blocks:

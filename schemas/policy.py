@@ -91,6 +91,9 @@ class TransferRules(AdmissionRules, frozen=True):
     #: Blocks of a prompt that a prefill worker has accepted before count as held there; False, as in older logs, whose
     #: workers did not wait for them: only blocks that are readable count.
     coming_blocks: bool = False
+    #: A prompt is computed before waiting ones that take longer, but no prompt waits for those that come later than so
+    #: many times its own duration behind it; 0, as in older logs: each worker computes its prompts as they come.
+    passing_durations: Annotated[int, Meta(ge=0, le=1_000)] = 0
     #: Number of other holders that are named with a fetch, to turn to when its source fails.
     fetch_replicas: Annotated[int, Meta(ge=0, le=16)] = 0
     #: A prefix gets one more holder when this many transfers leave its holder at once (0: never).
@@ -189,6 +192,7 @@ class Policy(LivenessRules, frozen=True):
             group_from="spare",
             links_by_blocks=True,
             coming_blocks=True,
+            passing_durations=8,
         )
 
 

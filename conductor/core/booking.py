@@ -14,8 +14,9 @@ import msgspec
 from halfmoon.conductor.core.admission import Placement
 from halfmoon.conductor.core.corrections import load_changed, price_prompt, turn_begins
 from halfmoon.conductor.core.loans import book_loans, end_loans
-from halfmoon.conductor.core.objectives import tbt_objective_ns
+from halfmoon.conductor.core.objectives import slo_ns, tbt_objective_ns
 from halfmoon.conductor.core.placement.measures import Candidate
+from halfmoon.conductor.core.placement.policies import rules_of
 from halfmoon.conductor.core.placement.replication import copy_of_hot_prefix
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import (
@@ -36,6 +37,10 @@ from halfmoon.schemas.decisions import (
     StartStage,
 )
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.types import INT_MAX
+
+#: The first orders of a worker's queue: one computes, and three are prepared meanwhile (`PrefillState.prepared_max`).
+NEVER_PASSED = 4
 
 # --- given --------------------------------------------------------------------------------------------------
 
@@ -88,14 +93,23 @@ def give_order(state: State, request: Request, placement: Placement, out: StepOu
         ),
     )
     price_prompt(state, order, prefill)
-    _reserve(state, order, now_ns + prefill.transfer_ns)
-    _give(state, request, order, prefill, out)
+    passed = [] if prefill.coming_blocks else passed_by(state, order)
+    saved_ns = sum(state.orders[order_id].prefill.reserved_ns for order_id in passed)
+    if saved_ns:
+        order.prefill.end_ns -= saved_ns
+        order.predicted = msgspec.structs.replace(
+            predicted, queue_ns=predicted.queue_ns - saved_ns, ttft_ns=predicted.ttft_ns - saved_ns
+        )
+    _reserve(state, order, now_ns + prefill.transfer_ns, passed)
+    _give(state, request, order, prefill, out, passed)
     copy = copy_of_hot_prefix(state, event, prefill)
     if copy is not None:
         out.append(copy)
 
 
-def _give(state: State, request: Request, order: Order, prefill: Candidate, out: StepOutput) -> None:
+def _give(
+    state: State, request: Request, order: Order, prefill: Candidate, out: StepOutput, passed: list[str]
+) -> None:
     """To the two workers of an order, or to the mixed one."""
     event = request.event
     if order.mixed:
@@ -129,6 +143,7 @@ def _give(state: State, request: Request, order: Order, prefill: Candidate, out:
             stages=order.prefill.stages,
             chunk_tokens=prefill.chunk_tokens,
             reference=prefill.reference,
+            before=passed[0] if passed else "",
         )
     )
     give_stages(order, event.prompt_tokens, out)
@@ -185,10 +200,48 @@ def give_stages(order: Order, prompt_tokens: int, out: StepOutput) -> None:
 # --- reserved -----------------------------------------------------------------------------------------------
 
 
-def _reserve(state: State, order: Order, fetched_ns: int) -> None:
+def passed_by(state: State, order: Order) -> list[str]:
+    """The last orders in its worker's queue, in their order, that are computed after it though they came before.
+
+    A prompt may be passed by those that come within `passing_durations` times its own duration, if they take so much
+    less that they would have to wait for nobody who came so much later themselves: the order is that of arrival plus so
+    many durations. None is passed that the worker prepares already, and none beyond its objective. A prompt of several
+    workers passes none and is passed by none: their parts have their turns in one order everywhere.
+    """
+    durations = state.policy.passing_durations if rules_of(state).passes else 0
+    duty = state.workers[order.prefill_id].prompts
+    assert duty is not None, order
+    passed: list[str] = []
+    if not durations or order.mixed or order.prefill.stages:
+        return passed
+    last_ns = order.placed_ns + durations * order.prefill.reserved_ns
+    for order_id, _ in zip(reversed(duty.orders), range(len(duty.orders) - NEVER_PASSED), strict=False):
+        other = state.orders[order_id]
+        half = other.prefill
+        if half.stages or other.placed_ns + durations * half.reserved_ns <= last_ns:
+            break
+        if half.end_ns + order.prefill.reserved_ns > _first_token_until_ns(state, other):
+            break
+        passed.append(order_id)
+    return passed[::-1]
+
+
+def _first_token_until_ns(state: State, order: Order) -> int:
+    """When the order's first token is late."""
+    if state.policy.admission == "none":
+        return INT_MAX
+    request = state.requests[order.request_id]
+    return request.arrived_ns + slo_ns(state, request.event)[0]
+
+
+def _reserve(state: State, order: Order, fetched_ns: int, passed: list[str]) -> None:
     """Book the order on both workers, and until `fetched_ns` on the node that it fetches from."""
     state.orders[order.order_id] = order
     duty = join_prefills(state, state.workers[order.prefill_id], order)
+    for order_id in passed:
+        duty.orders[order_id] = duty.orders.pop(order_id)
+        half = state.orders[order_id].prefill
+        half.end_ns += order.prefill.reserved_ns
     duty.pending_blocks += order.prefill.pending_blocks
     duty.prompt_blocks += order.prefill.prompt_blocks
     book_decode(state, state.workers[order.decode_id], order)

@@ -173,7 +173,7 @@ def computing_beside(state: State, worker: WorkerRecord) -> int:
 
 
 def turn_begins(state: State, worker: WorkerRecord) -> None:
-    """Call when another order is the oldest of a worker's prefills: the one that runs."""
+    """Call when another order is the first of a worker's prefills: the one that runs."""
     if worker.prompts is not None and corrected(state, worker):
         worker.prompts.head_neighbours = computing_beside(state, worker)
         _price_queue(state, worker)

@@ -110,6 +110,10 @@ def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
         found.append(group_line(why.verdict.prefill))
     if isinstance(why.verdict, Placement) and why.verdict.prefill.reference is not None:
         found.append(reference_line(why.verdict.prefill.reference, attempt))
+    if attempt is not None and attempt.order.before:
+        found.append(
+            f"computed before those that wait there from order {attempt.order.before} on: they take longer"
+        )
     pairs: dict[tuple[str, str], list[str]] = {}
     for name, pair in why.rivals.items():
         pairs.setdefault(pair, []).append(name)

@@ -138,9 +138,17 @@ class SimulatedPrefill:
             keys = keys[: order.exact_blocks]  # what a similar prompt stood in for is shared with nobody
         job = SimulatedJob(order, keys, self.context.clock.now_ns)
         self.jobs[order.order_id] = job
-        self.queue.append(job)
+        self.queue.insert(self._place(order), job)
         self._prepare_some()
         self._next()
+
+    def _place(self, order: StartPrefill) -> int:
+        """As in `PrefillState`: behind all, or before one that waits and is not prepared."""
+        other = self.jobs.get(order.before)
+        if other is None:
+            return len(self.queue)
+        place = self.queue.index(other) if other in self.queue else 0
+        return min(len(self.queue), max(self.context.profile.prepared_max, place))
 
     def cancel(self, order_id: str) -> None:
         if self.parts.pop(order_id, None) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from halfmoon.conductor.core.booking import NEVER_PASSED
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.decisions import ChangeRole, Decision, StartDecode, StartMixed, StartPrefill, StartStage
 from halfmoon.schemas.events import RequestArrived, Stamped
@@ -17,6 +18,19 @@ def check_orders(state: State, stamped: Stamped, decisions: Sequence[Decision]) 
         if new and isinstance(decision, StartPrefill | StartMixed):
             orders, limit = state.workers[decision.worker_id].orders, state.policy.queued_max_per_worker
             assert len(orders) <= limit, ("I90 more than the queue takes", decision, len(orders))
+        if isinstance(decision, StartPrefill) and decision.before:
+            _check_passed(state, decision)
+
+
+def _check_passed(state: State, order: StartPrefill) -> None:
+    duty = state.workers[order.worker_id].prompts
+    queue = list(duty.orders) if duty is not None else []
+    place = queue.index(order.order_id)
+    assert place >= NEVER_PASSED, ("I121 passes one that is prepared", order, queue)
+    passed = queue[place + 1 :]
+    assert order.before in passed, ("I121 passes one that does not wait there", order, queue)
+    of_groups = [one for one in passed if state.orders[one].prefill.stages]
+    assert not of_groups, ("I121 passes one that a group computes", order, of_groups)
 
 
 def _check_role(state: State, decision: Decision) -> None:

@@ -25,6 +25,7 @@ Feature = Literal[
     "stages",
     "slow holders",
     "similar",
+    "crowds",
 ]
 RESTS_ON: dict[Feature, Feature] = {
     "outgrown caches": "exact",

@@ -85,11 +85,16 @@ class World:
         self.idle_served = random.Random(f"idle {seed}").random() < 0.5
         self.correction_window = random.Random(f"correction {seed}").choice([0, 0, 3, 15])
         self.coming_blocks = random.Random(f"coming {seed}").random() < 0.5
+        self.passing_durations = random.Random(f"passing {seed}").choice([0, 1, 8])
         self.copies_price = random.Random(f"copies {seed}").choice(get_args(CopiesPrice))
         if not lossy:
             self.net.loss = 0.0
         # The configuration, drawn too.
         self.arrival_ns = draw.choice([100 * MS, 300 * MS, 800 * MS])
+        #: So many prompts that they wait for each other.
+        self.crowds = wishes.drawn("crowds", random.Random(f"crowds {seed}").random() < 0.05)
+        if self.crowds:
+            self.arrival_ns = 20 * MS
         self.kv_blocks = draw.choice([40, 60, 150])
         self.batch_max = draw.choice([2, 16])
         self.slots = draw.choice([45, 200])
@@ -285,7 +290,11 @@ class World:
             correction_window=self.correction_window,
             copies_price=self.copies_price,
             coming_blocks=self.coming_blocks,
+            passing_durations=self.passing_durations,
         )
+        if self.crowds:
+            added |= {"name": "halfmoon", "admission": "none", "passing_durations": 8}
+            added["queued_max_per_worker"] = 12
         return msgspec.structs.replace(policy, **added)
 
     @property
@@ -350,6 +359,7 @@ class World:
             self.slow_holders.check(conductor.core.state, stamped, decisions)
         self.stages.check(conductor.core.state, decisions)
         self.similar.check(conductor.core.state, decisions)
+        self.net.counts["prompts passed"] += sum(bool(getattr(one, "before", "")) for one in decisions)
         self.net.counts["decisions"] += len(decisions)
         check_orders(conductor.core.state, stamped, decisions)
 

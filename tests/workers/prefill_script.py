@@ -38,7 +38,7 @@ OTHER_KEYS = bytes(range(32, 64))
 FIRST = SampledToken(token_id=7)
 
 
-def order(order_id: str = "1-1", fetches: list[Fetch] | None = None) -> StartPrefill:
+def order(order_id: str = "1-1", fetches: list[Fetch] | None = None, before: str = "") -> StartPrefill:
     return StartPrefill(
         order_id=order_id,
         request_id=f"r{order_id.partition('-')[0]}",
@@ -48,6 +48,7 @@ def order(order_id: str = "1-1", fetches: list[Fetch] | None = None) -> StartPre
         decode_node_id="n2",
         prompt_tokens=len(TOKENS),
         fetches=fetches or [],
+        before=before,
     )
 
 
@@ -116,8 +117,10 @@ class Script:
         self.past += actions
         return actions
 
-    def receive(self, order_id: str = "1-1", fetches: list[Fetch] | None = None) -> list[Action]:
-        return self(PrefillOrdered, order=order(order_id, fetches))
+    def receive(
+        self, order_id: str = "1-1", fetches: list[Fetch] | None = None, before: str = ""
+    ) -> list[Action]:
+        return self(PrefillOrdered, order=order(order_id, fetches, before))
 
     def prepared(self, order_id: str = "1-1", **put: Any) -> list[Action]:
         """From its arrival to its slots; the actions of the last step."""

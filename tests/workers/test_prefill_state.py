@@ -263,6 +263,42 @@ def test_orders_compute_one_at_a_time_in_the_order_of_their_arrival(script: Scri
     assert script.state.heartbeat(0).running == 2
 
 
+def queue_of(script: Script) -> list[str]:
+    return [job.order_id for job in script.state.queue]
+
+
+@pytest.mark.parametrize(
+    ("before", "queue"),
+    [
+        ("4-1", ["2-1", "3-1", "9-1", "4-1", "5-1"]),
+        ("5-1", ["2-1", "3-1", "4-1", "9-1", "5-1"]),
+        ("", ["2-1", "3-1", "4-1", "5-1", "9-1"]),
+        # Those that are being prepared, or compute, stay where they are: it comes right behind them.
+        ("2-1", ["2-1", "3-1", "9-1", "4-1", "5-1"]),
+        ("1-1", ["2-1", "3-1", "9-1", "4-1", "5-1"]),
+        # It has ended meanwhile: nothing says which others it was to pass.
+        ("7-1", ["2-1", "3-1", "4-1", "5-1", "9-1"]),
+    ],
+)
+def test_an_order_goes_before_the_one_that_it_names(before: str, queue: list[str]) -> None:
+    script = Script(prepared_max=2)
+    script.computing("1-1")
+    for number in (2, 3, 4, 5):
+        script.receive(f"{number}-1")
+    script.receive("9-1", before=before)
+    assert queue_of(script) == queue
+    assert script.state.heartbeat(0).orders == ["1-1", "2-1", "3-1", "4-1", "5-1", "9-1"]
+
+
+def test_an_order_that_passed_others_has_its_turn_before_them() -> None:
+    script = Script(prepared_max=1)
+    script.computing("1-1")
+    for number in (2, 3):
+        script.receive(f"{number}-1")
+    script.receive("4-1", before="3-1")
+    assert script(OrderCancelled, "2-1") == [cancelled("2-1"), take("4-1")]
+
+
 def test_when_one_fails_the_next_has_its_turn(script: Script) -> None:
     script.computing("1-1")
     script.prepared("2-1", block_keys=OTHER_KEYS)
@@ -536,7 +572,8 @@ def test_whatever_is_heard_in_whatever_order_each_order_is_answered_at_most_once
         if kind is None:
             if order_id not in dropped:
                 dropped[order_id] = False
-                script.receive(order_id, data.draw(st.sampled_from([[], [FETCH]])))
+                before = data.draw(st.sampled_from(["", *IDS]))
+                script.receive(order_id, data.draw(st.sampled_from([[], [FETCH]])), before)
             continue
         if kind is OrderCancelled and known:
             dropped[order_id] = True

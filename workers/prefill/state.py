@@ -6,8 +6,10 @@ their order and feeds back one event for each way that an action can end; a simu
 `halfmoon.workers.prefill.job` has the stages of one order; here are the things that orders share: the queue, and the
 turn to compute. Rules:
 
-- Orders compute one at a time, in the order of their arrival. The first `prepared_max` of the queue are prepared
-  meanwhile: their tokens are taken, their slots are reserved, their fetches are under way.
+- Orders compute one at a time, in the order of the queue. Its first `prepared_max` are prepared meanwhile: their tokens
+  are taken, their slots are reserved, their fetches are under way.
+- An order goes to the end of the queue, or before the one that it names (`StartPrefill.before`), but never before one
+  that is being prepared.
 - An order whose prompt begins with blocks that one before it fetches or is to compute asks for its slots once they are
   there.
 - PrefillFinished or PrefillFailed answers an order, exactly once; a cancelled order is not answered.
@@ -40,7 +42,7 @@ from halfmoon.workers.prefill.stages import PAUSED_STAGES, TURN_STAGES, WAITING_
 
 class PrefillState:
     """See the module. `jobs` are the open orders in the order of their arrival, `queue` those of them whose turn has
-    not come, `turn` the one that computes.
+    not come in the order of their turns, `turn` the one that computes.
     """
 
     def __init__(
@@ -156,7 +158,15 @@ class PrefillState:
         if job.order_id in self.jobs or self.stopped:
             return
         self.jobs[job.order_id] = job
-        self.queue.append(job)
+        self.queue.insert(self._place(job), job)
+
+    def _place(self, job: Job | StageJob) -> int:
+        """Behind all, unless it is to be computed before one that is still open."""
+        other = self.jobs.get(job.order.before) if isinstance(job, Job) else None
+        if other is None:
+            return len(self.queue)
+        begun = sum(one.stage is not PrefillStage.QUEUED for one in self.queue)
+        return max(begun, self.queue.index(other)) if other in self.queue else begun
 
     def _prepare_some(self, out: list[Action]) -> None:
         for job in self.queue[: self.prepared_max]:
@@ -175,7 +185,7 @@ class PrefillState:
             before.append(job)
 
     def _begin_turn(self, at_ns: int, out: list[Action]) -> None:
-        # In the order of arrival: one that is prepared already waits for an earlier one that is not.
+        # In the order of the queue: one that is prepared already waits for an earlier one that is not.
         if self.turn is None and self.queue and self.queue[0].stage is PrefillStage.PREPARED:
             self.turn = self.queue.pop(0)
             self.turn.begin_turn(at_ns, out)

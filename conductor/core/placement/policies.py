@@ -77,6 +77,8 @@ class PolicyRules(msgspec.Struct, frozen=True, kw_only=True):
     copies_priced: bool = False
     #: Whether blocks of a prompt that the worker has accepted before count as held (`Policy.coming_blocks`).
     coming_counted: bool = False
+    #: Whether a prompt passes longer ones that wait (`Policy.passing_durations`).
+    passes: bool = False
     #: Whether under overload, with admission `predicted`, larger prompts are refused first.
     large_refused_first: bool = False
 
@@ -88,6 +90,7 @@ POLICIES: dict[str, PolicyRules] = {
         fetch="cheapest",
         copies_priced=True,
         coming_counted=True,
+        passes=True,
         large_refused_first=True,
     ),
     "mooncake": PolicyRules(prefill=EARLIEST_TOKEN, decode=SHORTEST_STEP, fetch="as_printed"),

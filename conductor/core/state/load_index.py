@@ -28,7 +28,7 @@ class PrefillRow(NamedTuple):
     """A prefill worker's queue: at a time t it is `free_ns` - t, and at least `behind_ns`."""
 
     free_ns: int
-    #: Reserved time behind the oldest order.
+    #: Reserved time behind the first order.
     behind_ns: int
     orders: int
 
@@ -245,7 +245,7 @@ def queue_ns(worker: WorkerRecord, now_ns: int) -> int:
     duty = worker.prompts
     if duty is None or not duty.orders:
         return 0
-    # The oldest order is the one that runs.
+    # The first order is the one that runs.
     head_ns = duty.orders[next(iter(duty.orders))]
     return duty.reserved_ns - min(head_ns, max(0, now_ns - duty.head_since_ns))
 

@@ -81,19 +81,20 @@ class PromptDuty(msgspec.Struct, kw_only=True):
     #: Where it listens for workers whose prompts it computes some layers of, and bytes of a token between two.
     stage_addresses: list[str] = []
     activation_bytes: int = 0
-    #: Orders whose prompt, or some layers of it, it is to compute yet, oldest first, with the time that each takes.
+    #: Orders whose prompt, or some layers of it, it is to compute yet, in the order of their turns, with the time that
+    #: each takes.
     orders: dict[str, int] = {}
     # Sums over `orders`: time, blocks to compute, blocks of prompt.
     reserved_ns: int = 0
     pending_blocks: int = 0
     prompt_blocks: int = 0
-    #: Since when the oldest order is the one that runs.
+    #: Since when the first of them is the one that runs.
     head_since_ns: int = 0
     # Under a policy with `correction_window`: ratios of the last prefills by number of busy neighbours, and the
     # corrections by these.
     seen: dict[int, list[SeenPrefill]] = {}
     permille: dict[int, int] = {}
-    #: Neighbours that a new prompt is thought to be computed beside, and those beside which the oldest one is.
+    #: Neighbours that a new prompt is thought to be computed beside, and those beside which the first one is.
     neighbours: int = 0
     head_neighbours: int = 0
 
@@ -175,7 +176,7 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
 
     @property
     def prefills(self) -> dict[str, int]:
-        """Orders whose prompt it computes, oldest first, with the time that each takes. To read."""
+        """Orders whose prompt it computes, in the order of their turns, with the time that each takes. To read."""
         return self.prompts.orders if self.prompts is not None else {}
 
     @property
