@@ -32,6 +32,7 @@ from halfmoon.schemas.types import (
     Tokens,
     check_whole_keys,
 )
+from halfmoon.schemas.weights import PlacementsPaused
 
 Tier = Literal["dram", "ssd"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -367,9 +368,7 @@ class StageFinished(Message, frozen=True):
 
 
 class PrefillFailed(Message, frozen=True):
-    """The order will not be finished. Answers one `StartPrefill` or `StartMixed`. `retryable`: another placement may
-    do better.
-    """
+    """The order failed. Answers one `StartPrefill` or `StartMixed`. `retryable`: another placement may do better."""
 
     order_id: Id
     request_id: Id
@@ -413,9 +412,7 @@ class DecodeFailed(Message, frozen=True):
 
 
 class RequestFinished(Message, frozen=True):
-    """The last token was sent. Answers one `StartDecode` or `StartMixed`; the measures are the request's whole
-    life.
-    """
+    """The last token was sent. Answers one `StartDecode` or `StartMixed`; it measures the request's whole life."""
 
     order_id: Id
     request_id: Id
@@ -459,6 +456,7 @@ Event = (
     ClusterConfigured
     | PolicyChanged
     | RoleWanted
+    | PlacementsPaused
     | TimerFired
     | StateDigested
     | WorkerJoined

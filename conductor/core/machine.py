@@ -37,7 +37,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from halfmoon.conductor.core import membership, moves, order_events, orders, roles
+from halfmoon.conductor.core import membership, moves, order_events, orders, pause, roles
 from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_supposed
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.placement.policies import check_known
@@ -85,9 +85,10 @@ from halfmoon.schemas.events import (
     WorkerJoined,
     WorkerLeft,
 )
+from halfmoon.schemas.weights import PlacementsPaused
 
 #: Version of the state in snapshots. Another version is not restored: the log is replayed instead.
-SNAPSHOT_VERSION = 7
+SNAPSHOT_VERSION = 8
 #: Events after which a request that waits for lenders may find room.
 _MAY_END_AN_ORDER = (DecodeFailed, DecodeRefused, PrefillFailed, RequestCancelled, RequestFinished)
 
@@ -257,6 +258,8 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
             moves.policy_changed(state, event, out)
         case RoleWanted():
             roles.role_wanted(state, event, out)
+        case PlacementsPaused():
+            pause.placements_paused(state, event, out)
         case StateDigested():
             pass
         case _:

@@ -39,6 +39,7 @@ def conductor_status(
         requests_parked=len(state.parked),
         request_tokens_max=min(capacity(state)),
         counts=request_counts(state),
+        paused=state.paused,
         unstored_ns=unstored_ns,
         elastic=elastic_status(state),
     )

@@ -63,6 +63,8 @@ class Members(LogPosition, kw_only=True):
 
     code_version: str = ""
     policy: Policy = Policy()
+    #: An operator wants nothing to be placed.
+    paused: bool = False
     #: By id, always sorted.
     workers: dict[str, WorkerRecord] = {}
     stores: dict[str, StoreRecord] = {}

@@ -1,0 +1,30 @@
+"""`halfmoon resume`: placements go on after `halfmoon pause`."""
+
+from __future__ import annotations
+
+import argparse
+
+from halfmoon.cli.operator.policy import STORED_S, conductor_status, in_force, operator_bus
+from halfmoon.cli.options import OptionInvalid, add_bus, add_config
+from halfmoon.schemas import subjects
+from halfmoon.schemas.weights import PlacementsPaused
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_bus(parser)
+    add_config(parser)
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Exit status 0 when requests are placed again. Raises OptionInvalid, BusError."""
+    bus = await operator_bus(args, "resume")
+    try:
+        status = await conductor_status(bus)
+        if not status.paused:
+            raise OptionInvalid("resume: placements are not paused")
+        event = PlacementsPaused(paused=False)
+        await in_force(bus, await bus.append(event, source_id=subjects.OPERATOR, within_s=STORED_S))
+    finally:
+        await bus.close()
+    print(f"placements go on: {status.requests_parked} requests waited")
+    return 0
