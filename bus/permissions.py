@@ -31,7 +31,7 @@ Role = ProcessRole | Literal["operator", "client", "tenant", "supervisor"]
 RIGHTS: dict[Role, Rights] = {
     **{role: traits.rights for role, traits in ROLES.items()},
     "operator": Rights(
-        events=("PolicyChanged", "RoleWanted", "PlacementsPaused"),
+        events=("PolicyChanged", "RoleWanted", "PlacementsPaused", "WeightsChanged"),
         publish=(
             subjects.status("*"),
             *rights.asks("*", rights.ASKED_BY_OPERATORS),

@@ -89,6 +89,8 @@ class StartPrefill(Message, frozen=True):
     chunk_tokens: Tokens = 0
     #: A similar prompt, whose KV stands in where it is to be had; None: all is computed.
     reference: Reference | None = None
+    #: Its block keys are to be of these weights.
+    weight_version: Text = ""
 
     @property
     def exact_blocks(self) -> Blocks:
@@ -140,6 +142,7 @@ class StartDecode(Message, frozen=True):
     #: An earlier order of the request, whose decode worker is gone: `cache` still has the KV of all tokens that were
     #: delivered, under that order's id. No prefill goes with this one. "": an order like any other.
     resumes: str = ""
+    weight_version: Text = ""
 
 
 class StartMixed(Message, frozen=True):
@@ -161,6 +164,7 @@ class StartMixed(Message, frozen=True):
     #: 1 for the first placement of the request.
     placement: Count = 1
     predicted: Prediction = Prediction()
+    weight_version: Text = ""
 
 
 class MoveKv(Message, frozen=True):

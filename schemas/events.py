@@ -32,7 +32,7 @@ from halfmoon.schemas.types import (
     Tokens,
     check_whole_keys,
 )
-from halfmoon.schemas.weights import PlacementsPaused
+from halfmoon.schemas.weights import PlacementsPaused, WeightsChanged
 
 Tier = Literal["dram", "ssd"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -311,6 +311,8 @@ class RequestArrived(Message, frozen=True):
     traceparent: Text = ""
     #: A sample of the prompt's runs of tokens, where KV of a similar prompt may stand in; b"": it may not.
     sketch: Sketch = b""
+    #: Of which the block keys are.
+    weight_version: Text = ""
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)
@@ -457,6 +459,7 @@ Event = (
     | PolicyChanged
     | RoleWanted
     | PlacementsPaused
+    | WeightsChanged
     | TimerFired
     | StateDigested
     | WorkerJoined

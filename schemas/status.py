@@ -130,6 +130,8 @@ class ConductorStatus(Message, frozen=True):
     counts: RequestCounts = RequestCounts()
     #: An operator wants nothing to be placed.
     paused: bool = False
+    #: Of the weights that orders are computed with; "": they were never changed.
+    weight_version: Text = ""
     #: How long the oldest of its orders and events waits to be stored.
     unstored_ns: Ns = 0
     elastic: ElasticStatus = ElasticStatus()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfmoon.schemas.types import Message
+from halfmoon.schemas.types import Message, Text
 
 
 class PlacementsPaused(Message, frozen=True):
@@ -13,3 +13,11 @@ class PlacementsPaused(Message, frozen=True):
     paused: bool = True
     #: Orders that run are taken back; their requests wait too, and go on behind what their clients have.
     abort: bool = False
+
+
+class WeightsChanged(Message, frozen=True):
+    """An operator has changed the weights of all workers in place. Orders are of this version from the next event on,
+    and blocks of another one are no part of them: the version is in the root of the block keys.
+    """
+
+    weight_version: Text

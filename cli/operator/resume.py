@@ -1,4 +1,4 @@
-"""`halfmoon resume`: placements go on after `halfmoon pause`."""
+"""`halfmoon resume`: placements go on after `halfmoon pause`, with weights of another version where one is named."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import argparse
 from halfmoon.cli.operator.policy import STORED_S, conductor_status, in_force, operator_bus
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config
 from halfmoon.schemas import subjects
-from halfmoon.schemas.weights import PlacementsPaused
+from halfmoon.schemas.weights import PlacementsPaused, WeightsChanged
 
 
 def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weight-version",
+        default=None,
+        metavar="TEXT",
+        help="of the weights that all workers have now; blocks of other ones are read no more",
+    )
     add_bus(parser)
     add_config(parser)
 
@@ -22,6 +28,9 @@ async def run(args: argparse.Namespace) -> int:
         status = await conductor_status(bus)
         if not status.paused:
             raise OptionInvalid("resume: placements are not paused")
+        if args.weight_version is not None:
+            changed = WeightsChanged(weight_version=args.weight_version)
+            await bus.append(changed, source_id=subjects.OPERATOR, within_s=STORED_S)
         event = PlacementsPaused(paused=False)
         await in_force(bus, await bus.append(event, source_id=subjects.OPERATOR, within_s=STORED_S))
     finally:

@@ -86,6 +86,7 @@ def give_order(state: State, request: Request, placement: Placement, out: StepOu
             cache=decode.cache,
             cache_blocks=decode.cache_blocks,
         ),
+        weight_version=state.weight_version,
     )
     price_prompt(state, order, prefill)
     _reserve(state, order, now_ns + prefill.transfer_ns)
@@ -111,6 +112,7 @@ def _give(state: State, request: Request, order: Order, prefill: Candidate, out:
                 fetches=prefill.fetches,
                 placement=request.placements,
                 predicted=order.predicted,
+                weight_version=order.weight_version,
             )
         )
         return
@@ -129,6 +131,7 @@ def _give(state: State, request: Request, order: Order, prefill: Candidate, out:
             stages=order.prefill.stages,
             chunk_tokens=prefill.chunk_tokens,
             reference=prefill.reference,
+            weight_version=order.weight_version,
         )
     )
     give_stages(order, event.prompt_tokens, out)
@@ -153,6 +156,7 @@ def start_decode(state: State, request: Request, order: Order) -> StartDecode:
         loans=order.decode.loans,
         cache=order.decode.cache,
         resumes=order.decode.resumes,
+        weight_version=order.weight_version,
     )
 
 

@@ -40,7 +40,7 @@ from halfmoon.schemas.events import (
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.status import RequestCounts
 from halfmoon.schemas.view import LinkUse, Refused, Series, Spread, Told
-from halfmoon.schemas.weights import PlacementsPaused
+from halfmoon.schemas.weights import PlacementsPaused, WeightsChanged
 
 SECONDS = 120
 #: Length of the window, and the time over which a link's speed is a mean.
@@ -60,6 +60,7 @@ _OF_PROCESSES = frozenset(
         FrontendLeft,
         PolicyChanged,
         PlacementsPaused,
+        WeightsChanged,
         RoleWanted,
         TimerFired,
         StoreJoined,

@@ -44,6 +44,8 @@ class Engine:
         self.args = args
         #: By hash: what makes it, the least recently used first.
         self.cache: OrderedDict[int, tuple[int | None, list[int], str]] = OrderedDict()
+        #: Of the weights, and of those that computed each block: a change of weights leaves the cache as it is.
+        self.weights, self.computed_by = "", dict[int, str]()
         self.asked: list[dict[str, Any]] = []
         self.running = 0
         self.computing = asyncio.Lock()
@@ -108,6 +110,11 @@ class Engine:
             count += 1
         return min(count * self.args.block_tokens, len(tokens) - 1)
 
+    def read_of(self, tokens: list[int], salt: str, cached: int) -> list[str]:
+        """Versions of the weights that computed the blocks which are read."""
+        blocks = self.blocks_of(tokens, salt)[: -(-cached // self.args.block_tokens)]
+        return sorted({self.computed_by[name] for name, _, _ in blocks})
+
     def store(self, tokens: list[int], salt: str) -> None:
         events: list[Any] = []
         new = [block for block in self.blocks_of(tokens, salt) if block[0] not in self.cache]
@@ -116,6 +123,7 @@ class Engine:
             events.append({"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU", "group_idx": 0})
         for name, parent, part in new:
             self.cache[name] = (parent, part, salt)
+            self.computed_by[name] = self.weights
         if new:
             events.append(
                 {
@@ -180,6 +188,7 @@ class Engine:
             return web.Response(body=line, content_type="text/event-stream")
         tokens, salt = list(body["prompt"]), body.get("cache_salt", "")
         about = {"prompt": len(tokens), "cached": 0, "drawn": 0, "end": "", "salt": salt, "body": body}
+        about["weights"] = self.weights
         self.asked.append(about)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         if body["stream"]:
@@ -188,6 +197,7 @@ class Engine:
         try:
             async with self.computing:
                 about["cached"] = self.cached(tokens, salt)
+                about["read"] = self.read_of(tokens, salt, about["cached"])
                 if self.args.connector and params.get("do_remote_prefill"):
                     if not await self.fetched(params, tokens):
                         about["end"] = "not fetched"
@@ -284,6 +294,8 @@ class Engine:
             case "clear":
                 self.cache.clear()
                 self.publish([{"type": "AllBlocksCleared"}])
+            case "weights":  # changed in place
+                self.weights = body["version"]
             case "raw":  # whatever it is
                 self.publish_raw(bytes.fromhex(body["payload"]))
             case "events":

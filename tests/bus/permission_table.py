@@ -21,6 +21,7 @@ halfmoon.events.<me>.StateDigested         conductor
 halfmoon.events.<me>.PolicyChanged         operator
 halfmoon.events.<me>.RoleWanted            operator
 halfmoon.events.<me>.PlacementsPaused      operator
+halfmoon.events.<me>.WeightsChanged        operator
 halfmoon.events.<me>.FrontendJoined        frontend
 halfmoon.events.<me>.FrontendHeartbeat     frontend
 halfmoon.events.<me>.FrontendLeft          frontend supervisor

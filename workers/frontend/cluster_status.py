@@ -115,6 +115,7 @@ class ClusterStatus:
         if not status["ready"]:
             status["problem"] = newest.lacks
         status["paused"] = newest.paused
+        status["weight_version"] = newest.weight_version
         status["request_tokens_max"] = newest.request_tokens_max
         status["nodes"] = [
             {
