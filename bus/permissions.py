@@ -34,6 +34,7 @@ RIGHTS: dict[Role, Rights] = {
         events=("PolicyChanged", "RoleWanted", "PlacementsPaused", "WeightsChanged"),
         publish=(
             subjects.status("*"),
+            subjects.reset("*"),
             *rights.asks("*", rights.ASKED_BY_OPERATORS),
             *rights.CLIENT_ASKS,
             *rights.PLACES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfmoon.schemas.types import Message, Text
+from halfmoon.schemas.types import Blocks, Message, Text
 
 
 class PlacementsPaused(Message, frozen=True):
@@ -21,3 +21,13 @@ class WeightsChanged(Message, frozen=True):
     """
 
     weight_version: Text
+
+
+class ResetPrefixCache(Message, frozen=True):
+    """To the adapter of an engine: have the engine drop its prefix cache."""
+
+
+class PrefixCacheReset(Message, frozen=True):
+    """`blocks`: of the cluster's that were in it."""
+
+    blocks: Blocks

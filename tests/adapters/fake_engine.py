@@ -46,6 +46,8 @@ class Engine:
         self.cache: OrderedDict[int, tuple[int | None, list[int], str]] = OrderedDict()
         #: Of the weights, and of those that computed each block: a change of weights leaves the cache as it is.
         self.weights, self.computed_by = "", dict[int, str]()
+        #: The cache was dropped, which the next events tell.
+        self.dropped = False
         self.asked: list[dict[str, Any]] = []
         self.running = 0
         self.computing = asyncio.Lock()
@@ -116,7 +118,8 @@ class Engine:
         return sorted({self.computed_by[name] for name, _, _ in blocks})
 
     def store(self, tokens: list[int], salt: str) -> None:
-        events: list[Any] = []
+        events: list[Any] = [{"type": "AllBlocksCleared"}] if self.dropped else []
+        self.dropped = False
         new = [block for block in self.blocks_of(tokens, salt) if block[0] not in self.cache]
         for _ in range(len(self.cache) + len(new) - self.args.blocks):
             name, _ = self.cache.popitem(last=False)
@@ -239,6 +242,14 @@ class Engine:
             self.running -= 1
         return response
 
+    async def reset_prefix_cache(self, _: web.Request) -> web.Response:
+        if not self.args.dev_mode:
+            return web.Response(status=404)
+        if not self.running:  # a block that some request has would keep all
+            self.cache.clear()
+            self.dropped = True
+        return web.Response()
+
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": MODEL, "max_model_len": self.args.context}]})
 
@@ -296,6 +307,8 @@ class Engine:
                 self.publish([{"type": "AllBlocksCleared"}])
             case "weights":  # changed in place
                 self.weights = body["version"]
+            case "dev mode":
+                self.args.dev_mode = body["on"]
             case "raw":  # whatever it is
                 self.publish_raw(bytes.fromhex(body["payload"]))
             case "events":
@@ -317,6 +330,7 @@ class Engine:
                 web.get("/kv_event_sources", self.sources),
                 web.post("/tokenize", self.tokenize),
                 web.get("/health", self.health),
+                web.post("/reset_prefix_cache", self.reset_prefix_cache),
                 web.get("/asked", self.tell_asked),
                 web.post("/lent/{name}", self.give),
                 web.post("/fault", self.fault),
@@ -343,6 +357,7 @@ def main() -> None:
     parser.add_argument("--no-salts", action="store_true")
     parser.add_argument("--no-token-ids", action="store_true")
     parser.add_argument("--connector", action="store_true")
+    parser.add_argument("--dev-mode", action="store_true")
     asyncio.run(Engine(parser.parse_args()).run())
 
 

@@ -27,7 +27,7 @@ FAMILIES, OF_EACH, DRAWN = 4, 4, 12
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[FakeEngine]]:
-    with fake_engines(2, "--token-us", "20", "--blocks", "8192") as found:
+    with fake_engines(2, "--token-us", "20", "--blocks", "8192", "--dev-mode") as found:
         yield found
 
 
@@ -45,7 +45,7 @@ def prompts(load: int) -> list[list[int]]:
     return [[*prompt(number % FAMILIES, 2_560), *prompt(100 * load + number, 20)] for number in numbers]
 
 
-async def operated(fleet: FakeFleet, *words: str) -> str:
+async def operated(fleet: FakeFleet, *words: str, status: int = 0) -> str:
     """The output of a command."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "halfmoon.cli.main", *words, "--cluster", fleet.cluster.name),
@@ -54,7 +54,7 @@ async def operated(fleet: FakeFleet, *words: str) -> str:
         stderr=asyncio.subprocess.STDOUT,
     )
     said, _ = await within(process.communicate(), f"{words} ends")
-    assert process.returncode == 0, (words, said)
+    assert process.returncode == status, (words, said)
     return said.decode()
 
 
@@ -115,6 +115,27 @@ def paused(fleet: FakeFleet) -> Any:
         return bool((await fleet.cluster.all_conductors(1))[0].paused)
 
     return look
+
+
+async def test_a_cache_that_is_reset_is_empty_at_the_engine_and_in_the_conductors(fleet: FakeFleet) -> None:
+    ids = prompt(400)
+    at = (await fleet.cold(ids, blocks=PROMPT_BLOCKS))["decode_worker"]
+    assert "halfmoon pause first" in await operated(fleet, "reset-prefix-cache", status=1)
+    await operated(fleet, "pause")
+    assert "placements are paused" in await operated(fleet, "status")
+    fleet.fault("dev mode", on=False)
+    assert "VLLM_SERVER_DEV_MODE" in await operated(fleet, "reset-prefix-cache", at, status=1)
+    fleet.fault("dev mode", on=True)
+    assert "vllm-9: no adapter" in await operated(fleet, "reset-prefix-cache", "vllm-9", status=1)
+    said = await operated(fleet, "reset-prefix-cache")
+    assert {line.partition(":")[0] for line in said.splitlines()} == set(fleet.names)
+    for each in fleet.names:
+        await fleet.known(0, each)
+    await operated(fleet, "resume")
+    cold = await fleet.cold(ids, blocks=PROMPT_BLOCKS)
+    assert fleet.engines[cold["decode_worker"]].asked()[-1]["cached"] == 0
+    # What it stores after it counts, also when its own word of the reset comes late.
+    assert (await fleet.ask(ids))["usage"]["cached_tokens"] == 2_560
 
 
 async def test_no_order_counts_on_blocks_of_the_weights_before_and_the_log_replays(

@@ -61,6 +61,7 @@ halfmoon.kv.*.PrefillResult.<me>           prefill adapt
 halfmoon.give.*.<me>                       frontend
 halfmoon.resend.*.<me>                     frontend
 halfmoon.hold.*.<me>                       decode
+halfmoon.reset.*                           operator
 halfmoon.cancel                            frontend
 halfmoon.take.*.<me>                       prefill decode mixed adapt
 halfmoon.tokens.*.<me>                     decode mixed adapt
@@ -150,6 +151,7 @@ halfmoon.kv.<me>.>                         prefill decode adapt
 halfmoon.kv.<me>.KvLoaded.<node>           mixed
 halfmoon.resend.<me>.*                     decode mixed adapt
 halfmoon.hold.<me>.*                       decode attention
+halfmoon.reset.<me>                        adapt
 
 halfmoon.decisions.<node>.>                store
 halfmoon.store.<node>.*                    store

@@ -1,4 +1,4 @@
-"""Weights that are changed in place: no block of a version before is matched, whoever named it, whenever it was told."""
+"""Weights that are changed in place: no block of other weights is matched, whoever named it, whenever it was told."""
 
 from __future__ import annotations
 
