@@ -25,6 +25,7 @@ Feature = Literal[
     "stages",
     "slow holders",
     "similar",
+    "pauses",
 ]
 RESTS_ON: dict[Feature, Feature] = {
     "outgrown caches": "exact",
