@@ -131,6 +131,9 @@ async def test_a_cache_that_is_reset_is_empty_at_the_engine_and_in_the_conductor
     assert {line.partition(":")[0] for line in said.splitlines()} == set(fleet.names)
     for each in fleet.names:
         await fleet.known(0, each)
+    too_long = await operated(fleet, "resume", "--weight-version", "v" * 513, status=1)
+    assert "length <= 512" in too_long
+    assert (await fleet.cluster.all_conductors(1))[0].paused
     await operated(fleet, "resume")
     cold = await fleet.cold(ids, blocks=PROMPT_BLOCKS)
     assert fleet.engines[cold["decode_worker"]].asked()[-1]["cached"] == 0
