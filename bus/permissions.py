@@ -31,9 +31,10 @@ Role = ProcessRole | Literal["operator", "client", "tenant", "supervisor"]
 RIGHTS: dict[Role, Rights] = {
     **{role: traits.rights for role, traits in ROLES.items()},
     "operator": Rights(
-        events=("PolicyChanged", "RoleWanted"),
+        events=("PolicyChanged", "RoleWanted", "PlacementsPaused", "WeightsChanged"),
         publish=(
             subjects.status("*"),
+            subjects.reset("*"),
             *rights.asks("*", rights.ASKED_BY_OPERATORS),
             *rights.CLIENT_ASKS,
             *rights.PLACES,

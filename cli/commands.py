@@ -56,6 +56,13 @@ COMMANDS = (
     Command(
         "role", "halfmoon.cli.operator.role", "let a prefill worker become a decode worker, or the reverse"
     ),
+    Command("pause", "halfmoon.cli.operator.pause", "place nothing, so that weights can be changed"),
+    Command("resume", "halfmoon.cli.operator.resume", "place requests again"),
+    Command(
+        "reset-prefix-cache",
+        "halfmoon.cli.operator.reset_prefix_cache",
+        "have engines drop their prefix caches",
+    ),
     Command("drain", "halfmoon.cli.operator.drain", "let a node's store leave, its blocks kept"),
     Command("audit", "halfmoon.cli.audit.command", "compute cached blocks again, and compare their bits"),
     Command(

@@ -89,6 +89,8 @@ def describe(status: dict[str, Any]) -> str:
         + (f" ({problem})" if (problem := status.get("problem")) else "")
         + _longest(status),
         f"NATS {status['nats']}  HTTP {status['http'] or '-'}",
+        *(["placements are paused: halfmoon resume"] if status.get("paused") else []),
+        *([f"weights: version {version}"] if (version := status.get("weight_version")) else []),
         "",
         f"{'node':<24} {'role':<9} {'state':<10} {'queued':>7} {'running':>8} {'KV used':>10} {'of':>10}",
     ]

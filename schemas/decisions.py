@@ -92,6 +92,8 @@ class StartPrefill(Message, frozen=True):
     #: The first of the waiting orders that it is computed before, where the worker has not begun to prepare that one;
     #: "": it waits behind all.
     before: str = ""
+    #: Its block keys are to be of these weights.
+    weight_version: Text = ""
 
     @property
     def exact_blocks(self) -> Blocks:
@@ -143,6 +145,7 @@ class StartDecode(Message, frozen=True):
     #: An earlier order of the request, whose decode worker is gone: `cache` still has the KV of all tokens that were
     #: delivered, under that order's id. No prefill goes with this one. "": an order like any other.
     resumes: str = ""
+    weight_version: Text = ""
 
 
 class StartMixed(Message, frozen=True):
@@ -164,6 +167,7 @@ class StartMixed(Message, frozen=True):
     #: 1 for the first placement of the request.
     placement: Count = 1
     predicted: Prediction = Prediction()
+    weight_version: Text = ""
 
 
 class MoveKv(Message, frozen=True):

@@ -32,6 +32,7 @@ from halfmoon.schemas.types import (
     Tokens,
     check_whole_keys,
 )
+from halfmoon.schemas.weights import PlacementsPaused, WeightsChanged
 
 Tier = Literal["dram", "ssd"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -310,6 +311,8 @@ class RequestArrived(Message, frozen=True):
     traceparent: Text = ""
     #: A sample of the prompt's runs of tokens, where KV of a similar prompt may stand in; b"": it may not.
     sketch: Sketch = b""
+    #: Of which the block keys are.
+    weight_version: Text = ""
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)
@@ -367,9 +370,7 @@ class StageFinished(Message, frozen=True):
 
 
 class PrefillFailed(Message, frozen=True):
-    """The order will not be finished. Answers one `StartPrefill` or `StartMixed`. `retryable`: another placement may
-    do better.
-    """
+    """The order failed. Answers one `StartPrefill` or `StartMixed`. `retryable`: another placement may do better."""
 
     order_id: Id
     request_id: Id
@@ -413,9 +414,7 @@ class DecodeFailed(Message, frozen=True):
 
 
 class RequestFinished(Message, frozen=True):
-    """The last token was sent. Answers one `StartDecode` or `StartMixed`; the measures are the request's whole
-    life.
-    """
+    """The last token was sent. Answers one `StartDecode` or `StartMixed`; it measures the request's whole life."""
 
     order_id: Id
     request_id: Id
@@ -459,6 +458,8 @@ Event = (
     ClusterConfigured
     | PolicyChanged
     | RoleWanted
+    | PlacementsPaused
+    | WeightsChanged
     | TimerFired
     | StateDigested
     | WorkerJoined

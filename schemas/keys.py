@@ -1,8 +1,9 @@
 """Block keys: a chain of 128-bit hashes over token ids.
 
 `key_i = xxh3_128(key_{i-1} || token ids of block i, little-endian u32)`. The root hashes all that makes KVCache
-interchangeable, and its owner: model fingerprint, layout, dtype, the tenant's salt, the cluster's secret. So equal keys
-mean equal block *and* equal prefix, and a block of another tenant cannot be named. Only whole blocks have keys.
+interchangeable, and its owner: model fingerprint, layout, dtype, the tenant's salt, the cluster's secret, and the
+version of weights that are changed in place. So equal keys mean equal block *and* equal prefix, and a block of another
+tenant, or of other weights, cannot be named. Only whole blocks have keys.
 
 Source: Mooncake (FAST'25), section 4 (prefix-hashed block keys).
 """
@@ -23,11 +24,19 @@ _SHORT = 512
 
 
 def root_key(
-    *, model_fingerprint: str, layout: str, dtype: str, tenant_salt: str, cluster_secret: str
+    *,
+    model_fingerprint: str,
+    layout: str,
+    dtype: str,
+    tenant_salt: str,
+    cluster_secret: str,
+    weight_version: str = "",
 ) -> bytes:
     """The key before the first block. Each part is length-prefixed, so that no two choices collide by concatenation."""
     state = xxhash.xxh3_128()
-    for part in (model_fingerprint, layout, dtype, tenant_salt, cluster_secret):
+    parts = [model_fingerprint, layout, dtype, tenant_salt, cluster_secret]
+    # Weights that were never changed have the keys that they had before there was a version.
+    for part in [*parts, weight_version] if weight_version else parts:
         raw = part.encode()
         state.update(len(raw).to_bytes(4, "little"))
         state.update(raw)

@@ -172,6 +172,7 @@ ROLES: dict[ProcessRole, RoleTraits] = {
                 subjects.give(ME, "*"),
                 subjects.kv_for(ME),
                 subjects.resend(ME, "*"),
+                subjects.reset(ME),
             ),
         ),
     ),

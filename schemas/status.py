@@ -128,6 +128,10 @@ class ConductorStatus(Message, frozen=True):
     #: The longest request that fits, prompt and answer together, however they are divided; 0: a pool has no worker.
     request_tokens_max: Tokens = 0
     counts: RequestCounts = RequestCounts()
+    #: An operator wants nothing to be placed.
+    paused: bool = False
+    #: Of the weights that orders are computed with; "": they were never changed.
+    weight_version: Text = ""
     #: How long the oldest of its orders and events waits to be stored.
     unstored_ns: Ns = 0
     elastic: ElasticStatus = ElasticStatus()

@@ -124,6 +124,11 @@ def hold(worker_id: str, owner_id: str) -> str:
     return f"{ROOT}.hold.{worker_id}.{owner_id}"
 
 
+def reset(worker_id: str) -> str:
+    """An operator has the engine behind an adapter drop its prefix cache."""
+    return f"{ROOT}.reset.{worker_id}"
+
+
 def store(node_id: str, verb: str) -> str:
     """A store agent's control requests; `store(node_id, "*")` for all verbs."""
     return f"{ROOT}.store.{node_id}.{verb}"

@@ -61,6 +61,8 @@ class TakeReply(Message, frozen=True):
     traceparent: Text = ""
     #: Answers to this prompt that the client wants in all, each a request of its own; 0 or 1: this one.
     choices: Count = 0
+    #: Of which the root and the block keys are: the order's.
+    weight_version: Text = ""
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)

@@ -52,6 +52,12 @@ FAULTS = {
         'self.slots[slot].tenant not in ("", tenant, self.slots[slot].tenant)',
         "tests/store/test_client.py tests/store/test_pool.py",
     ),
+    "the keys of blocks say nothing of the version of the weights": Fault(
+        "workers/frontend/prompts.py",
+        "weight_version=weight_version,",
+        'weight_version="",',
+        "tests/adapters/test_weights.py",
+    ),
     "a lease is never given back": Fault(
         "store/pool/pool.py",
         "            self.slots[slot].holders -= 1\n            self._settle(slot)\n        for key",

@@ -104,6 +104,7 @@ ELSEWHERE = {
 CLUSTERS = {
     "adapters/test_fleet.py",
     "adapters/test_roles.py",
+    "adapters/test_weights.py",
     "cluster",
     "replay/test_cluster_log.py",
     "test_guardian.py",

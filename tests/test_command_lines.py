@@ -29,6 +29,7 @@ WORDS: dict[str, tuple[list[str], list[list[str]]]] = {
     "replay": (["file"], [["--until", "5"], ["--json"]]),
     "policy": (["set", "name=random", "seed=7"], [["--cluster", "c"], ["--json"]]),
     "drain": (["node-1"], [["--cluster", "c"]]),
+    "reset-prefix-cache": (["vllm-0"], [["--cluster", "c"]]),
     "role": (["prefill-1", "decode"], [["--nats", "nats://a:1"]]),
     "audit": (["node-1"], [["--sample", "4"], ["--kv-events-replay", "tcp://a:1"]]),
     "secrets": (["directory"], [["--tenants", "acme"]]),

@@ -1,1 +1,1 @@
-"""Commands that change a cluster that runs: its policy, its workers' roles, its stores."""
+"""Commands that change a cluster that runs: its policy, its placements, its workers' roles, its stores."""

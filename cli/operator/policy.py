@@ -59,7 +59,8 @@ async def run(args: argparse.Namespace) -> int:
         policy = status.policy
         if args.changes:
             policy = changed(policy, args.changes, status.plugins)
-            await _put_in_force(bus, policy)
+            changed_to = PolicyChanged(policy=policy)
+            await in_force(bus, await bus.append(changed_to, source_id=subjects.OPERATOR, within_s=STORED_S))
     finally:
         await bus.close()
     values = msgspec.structs.asdict(policy)
@@ -125,8 +126,8 @@ def _for_people(name: str, value: object) -> str:
     return str(value)
 
 
-async def _put_in_force(bus: Bus, policy: Policy) -> None:
-    seq = await bus.append(PolicyChanged(policy=policy), source_id=subjects.OPERATOR, within_s=STORED_S)
+async def in_force(bus: Bus, seq: int) -> None:
+    """Returns when a conductor has read event `seq` of the log. Raises OptionInvalid: none does."""
     try:
         async with asyncio.timeout(IN_FORCE_S):
             while (await conductor_status(bus)).seq < seq:

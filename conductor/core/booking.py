@@ -91,6 +91,7 @@ def give_order(state: State, request: Request, placement: Placement, out: StepOu
             cache=decode.cache,
             cache_blocks=decode.cache_blocks,
         ),
+        weight_version=state.weight_version,
     )
     price_prompt(state, order, prefill)
     passed = [] if prefill.coming_blocks else passed_by(state, order)
@@ -125,6 +126,7 @@ def _give(
                 fetches=prefill.fetches,
                 placement=request.placements,
                 predicted=order.predicted,
+                weight_version=order.weight_version,
             )
         )
         return
@@ -144,6 +146,7 @@ def _give(
             chunk_tokens=prefill.chunk_tokens,
             reference=prefill.reference,
             before=passed[0] if passed else "",
+            weight_version=order.weight_version,
         )
     )
     give_stages(order, event.prompt_tokens, out)
@@ -168,6 +171,7 @@ def start_decode(state: State, request: Request, order: Order) -> StartDecode:
         loans=order.decode.loans,
         cache=order.decode.cache,
         resumes=order.decode.resumes,
+        weight_version=order.weight_version,
     )
 
 

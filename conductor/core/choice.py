@@ -13,6 +13,8 @@ from halfmoon.conductor.core.admission import Placement, Refusal, decide, place_
 from halfmoon.conductor.core.mixed_admission import decide_mixed, mixed_again
 from halfmoon.conductor.core.objectives import limit_ns, slo_ns
 from halfmoon.conductor.core.placement.costed import Costed
+from halfmoon.conductor.core.placement.waits import RETRY_NS_MIN
+from halfmoon.conductor.core.state.core_state import State
 
 
 class Choice(NamedTuple):
@@ -27,6 +29,9 @@ class Choice(NamedTuple):
 
 def choose(costed: Costed) -> Choice:
     """A placement or a refusal for a request that was never placed."""
+    if costed.state.paused:
+        paused = _paused(costed.state)
+        return Choice(paused, wait_ns=_waits_ns(costed, paused))
     pair = decide(costed)
     mixed = None if costed.mixed is None else decide_mixed(costed, costed.mixed)
     verdict = pair if mixed is None else _one_of(costed, pair, mixed)
@@ -35,6 +40,14 @@ def choose(costed: Costed) -> Choice:
     loads = costed.state.loads
     pairs = loads.prefill.workers and loads.decode.workers
     return Choice(verdict, mixed if not verdict.mixed else pair if pairs else None)
+
+
+def _paused(state: State) -> Refusal:
+    return Refusal(
+        reason="no_worker",
+        message="an operator has paused placements",
+        retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
+    )
 
 
 def _one_of(costed: Costed, pair: Placement | Refusal, mixed: Placement | Refusal) -> Placement | Refusal:
@@ -61,8 +74,10 @@ def _waits_ns(costed: Costed, refusal: Refusal) -> int:
 
 def choose_again(costed: Costed) -> Placement | None:
     """The best placement of a request that was accepted before, whatever it costs, on workers that did not fail it
-    where there are others; None when there is none. The request is costed whole.
+    where there are others; None when there is none, or placements are paused. The request is costed whole.
     """
+    if costed.state.paused:
+        return None
     pair, mixed = place_again(costed), mixed_again(costed)
     if pair is None or mixed is None:
         return pair or mixed

@@ -37,7 +37,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from halfmoon.conductor.core import membership, moves, order_events, orders, roles
+from halfmoon.conductor.core import membership, moves, order_events, orders, pause, roles, weights
 from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_supposed
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.placement.policies import check_known
@@ -85,9 +85,10 @@ from halfmoon.schemas.events import (
     WorkerJoined,
     WorkerLeft,
 )
+from halfmoon.schemas.weights import PlacementsPaused, WeightsChanged
 
 #: Version of the state in snapshots. Another version is not restored: the log is replayed instead.
-SNAPSHOT_VERSION = 7
+SNAPSHOT_VERSION = 8
 #: Events after which a request that waits for lenders may find room.
 _MAY_END_AN_ORDER = (DecodeFailed, DecodeRefused, PrefillFailed, RequestCancelled, RequestFinished)
 
@@ -156,7 +157,7 @@ class Core:
 
         `random` draws by the place in the log: here, by the next one. The grounds of real decisions are in `notes`.
         """
-        return explain_supposed(self.state, request, at_ns)
+        return explain_supposed(self.state, weights.of_these_weights(self.state, request), at_ns)
 
     def digest(self) -> str:
         """Names the whole state; equal for equal logs, whatever the process."""
@@ -205,6 +206,7 @@ _decoder = msgspec.msgpack.Decoder(_Snapshot, dec_hook=_decode_index)
 def _apply(state: State, event: Event, out: StepOutput) -> None:
     match event:
         case RequestArrived():
+            event = weights.of_these_weights(state, event)
             if event.request_id not in state.requests and event.request_id not in state.finished:
                 orders.accept_or_reject(state, event, out)
             elif event.answer_lost and event.request_id in state.finished:
@@ -257,6 +259,10 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
             moves.policy_changed(state, event, out)
         case RoleWanted():
             roles.role_wanted(state, event, out)
+        case PlacementsPaused():
+            pause.placements_paused(state, event, out)
+        case WeightsChanged():
+            weights.weights_changed(state, event)
         case StateDigested():
             pass
         case _:

@@ -96,7 +96,9 @@ def _decide_again(state: State, request: Request, out: StepOutput, *, wait: bool
 
 def end_waiting(state: State, request: Request, out: StepOutput) -> None:
     """No worker came before the timer: decide on the request now, or fail it if it was accepted before."""
-    if request.placements:
+    if request.placements and state.paused:
+        park(state, request, state.policy.unplaced_ns_max, out)
+    elif request.placements:
         fail(state, request, "no worker came in time", out)
     else:
         _decide_again(state, request, out, wait=False)

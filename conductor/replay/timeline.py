@@ -37,6 +37,7 @@ from halfmoon.schemas.events import (
 )
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import ROLES, WORKER_ROLES, MemberRole, WorkerRole
+from halfmoon.schemas.weights import PlacementsPaused, WeightsChanged
 
 #: Points of a curve: at most, and after every other one was dropped.
 SAMPLES_MAX = 1_600
@@ -206,6 +207,11 @@ def happened(event: Event, at_ns: int, roles: Mapping[str, str], core: Core) -> 
             return [Happening(at_ns, "role", lane, f"worker {lane} {how} a {event.role} worker")]
         case PolicyChanged():
             return [Happening(at_ns, "policy", "", f"policy: {message(event.policy)}")]
+        case PlacementsPaused():
+            text = "placements paused" + (", orders taken back" if event.abort else "")
+            return [Happening(at_ns, "policy", "", text if event.paused else "placements go on")]
+        case WeightsChanged():
+            return [Happening(at_ns, "policy", "", f"weights: version {event.weight_version!r}")]
         case TimerFired() if core.role_notes:
             return [
                 Happening(

@@ -40,6 +40,7 @@ from halfmoon.schemas.events import (
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.status import RequestCounts
 from halfmoon.schemas.view import LinkUse, Refused, Series, Spread, Told
+from halfmoon.schemas.weights import PlacementsPaused, WeightsChanged
 
 SECONDS = 120
 #: Length of the window, and the time over which a link's speed is a mean.
@@ -58,6 +59,8 @@ _OF_PROCESSES = frozenset(
         FrontendJoined,
         FrontendLeft,
         PolicyChanged,
+        PlacementsPaused,
+        WeightsChanged,
         RoleWanted,
         TimerFired,
         StoreJoined,

@@ -39,6 +39,8 @@ def conductor_status(
         requests_parked=len(state.parked),
         request_tokens_max=min(capacity(state)),
         counts=request_counts(state),
+        paused=state.paused,
+        weight_version=state.weight_version,
         unstored_ns=unstored_ns,
         elastic=elastic_status(state),
     )

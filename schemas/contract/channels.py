@@ -19,6 +19,7 @@ from halfmoon.schemas import (
     subjects,
     tokens,
     view,
+    weights,
 )
 from halfmoon.schemas.api import bodies, messages, responses
 from halfmoon.schemas.types import Message
@@ -177,6 +178,14 @@ _PROCESSES: tuple[Channel, ...] = (
         action="receive",
         messages=(lending.HoldRequest,),
         replies=(lending.HoldReply, *_REFUSAL),
+    ),
+    Channel(
+        name="reset",
+        address=subjects.reset("{worker_id}"),
+        summary="An operator has the engine behind an adapter drop its prefix cache.",
+        action="receive",
+        messages=(weights.ResetPrefixCache,),
+        replies=(weights.PrefixCacheReset, *_REFUSAL),
     ),
     Channel(
         name="status",

@@ -44,6 +44,10 @@ class Engine:
         self.args = args
         #: By hash: what makes it, the least recently used first.
         self.cache: OrderedDict[int, tuple[int | None, list[int], str]] = OrderedDict()
+        #: Of the weights, and of those that computed each block: a change of weights leaves the cache as it is.
+        self.weights, self.computed_by = "", dict[int, str]()
+        #: The cache was dropped, which the next events tell.
+        self.dropped = False
         self.asked: list[dict[str, Any]] = []
         self.running = 0
         self.computing = asyncio.Lock()
@@ -108,14 +112,21 @@ class Engine:
             count += 1
         return min(count * self.args.block_tokens, len(tokens) - 1)
 
+    def read_of(self, tokens: list[int], salt: str, cached: int) -> list[str]:
+        """Versions of the weights that computed the blocks which are read."""
+        blocks = self.blocks_of(tokens, salt)[: -(-cached // self.args.block_tokens)]
+        return sorted({self.computed_by[name] for name, _, _ in blocks})
+
     def store(self, tokens: list[int], salt: str) -> None:
-        events: list[Any] = []
+        events: list[Any] = [{"type": "AllBlocksCleared"}] if self.dropped else []
+        self.dropped = False
         new = [block for block in self.blocks_of(tokens, salt) if block[0] not in self.cache]
         for _ in range(len(self.cache) + len(new) - self.args.blocks):
             name, _ = self.cache.popitem(last=False)
             events.append({"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU", "group_idx": 0})
         for name, parent, part in new:
             self.cache[name] = (parent, part, salt)
+            self.computed_by[name] = self.weights
         if new:
             events.append(
                 {
@@ -180,6 +191,7 @@ class Engine:
             return web.Response(body=line, content_type="text/event-stream")
         tokens, salt = list(body["prompt"]), body.get("cache_salt", "")
         about = {"prompt": len(tokens), "cached": 0, "drawn": 0, "end": "", "salt": salt, "body": body}
+        about["weights"] = self.weights
         self.asked.append(about)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         if body["stream"]:
@@ -188,6 +200,7 @@ class Engine:
         try:
             async with self.computing:
                 about["cached"] = self.cached(tokens, salt)
+                about["read"] = self.read_of(tokens, salt, about["cached"])
                 if self.args.connector and params.get("do_remote_prefill"):
                     if not await self.fetched(params, tokens):
                         about["end"] = "not fetched"
@@ -228,6 +241,14 @@ class Engine:
         finally:
             self.running -= 1
         return response
+
+    async def reset_prefix_cache(self, _: web.Request) -> web.Response:
+        if not self.args.dev_mode:
+            return web.Response(status=404)
+        if not self.running:  # a block that some request has would keep all
+            self.cache.clear()
+            self.dropped = True
+        return web.Response()
 
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": MODEL, "max_model_len": self.args.context}]})
@@ -284,6 +305,10 @@ class Engine:
             case "clear":
                 self.cache.clear()
                 self.publish([{"type": "AllBlocksCleared"}])
+            case "weights":  # changed in place
+                self.weights = body["version"]
+            case "dev mode":
+                self.args.dev_mode = body["on"]
             case "raw":  # whatever it is
                 self.publish_raw(bytes.fromhex(body["payload"]))
             case "events":
@@ -305,6 +330,7 @@ class Engine:
                 web.get("/kv_event_sources", self.sources),
                 web.post("/tokenize", self.tokenize),
                 web.get("/health", self.health),
+                web.post("/reset_prefix_cache", self.reset_prefix_cache),
                 web.get("/asked", self.tell_asked),
                 web.post("/lent/{name}", self.give),
                 web.post("/fault", self.fault),
@@ -331,6 +357,7 @@ def main() -> None:
     parser.add_argument("--no-salts", action="store_true")
     parser.add_argument("--no-token-ids", action="store_true")
     parser.add_argument("--connector", action="store_true")
+    parser.add_argument("--dev-mode", action="store_true")
     asyncio.run(Engine(parser.parse_args()).run())
 
 

@@ -140,6 +140,14 @@ def test_an_order_from_its_tokens_to_its_last_word() -> None:
     assert state.orders_open() == 0
 
 
+def test_keys_of_other_weights_than_the_orders_reach_no_engine() -> None:
+    state = machine()
+    state.on(ordered())
+    (failed,) = reports(state.on(taken(weight_version="v2")))
+    assert isinstance(failed, PrefillFailed)
+    assert "weight version" in failed.reason
+
+
 def test_what_the_client_has_is_part_of_the_prompt_and_not_told_again() -> None:
     state = machine()
     state.on(ordered())

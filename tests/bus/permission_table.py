@@ -20,6 +20,8 @@ halfmoon.events.<me>.TimerFired            conductor
 halfmoon.events.<me>.StateDigested         conductor
 halfmoon.events.<me>.PolicyChanged         operator
 halfmoon.events.<me>.RoleWanted            operator
+halfmoon.events.<me>.PlacementsPaused      operator
+halfmoon.events.<me>.WeightsChanged        operator
 halfmoon.events.<me>.FrontendJoined        frontend
 halfmoon.events.<me>.FrontendHeartbeat     frontend
 halfmoon.events.<me>.FrontendLeft          frontend supervisor
@@ -59,6 +61,7 @@ halfmoon.kv.*.PrefillResult.<me>           prefill adapt
 halfmoon.give.*.<me>                       frontend
 halfmoon.resend.*.<me>                     frontend
 halfmoon.hold.*.<me>                       decode
+halfmoon.reset.*                           operator
 halfmoon.cancel                            frontend
 halfmoon.take.*.<me>                       prefill decode mixed adapt
 halfmoon.tokens.*.<me>                     decode mixed adapt
@@ -148,6 +151,7 @@ halfmoon.kv.<me>.>                         prefill decode adapt
 halfmoon.kv.<me>.KvLoaded.<node>           mixed
 halfmoon.resend.<me>.*                     decode mixed adapt
 halfmoon.hold.<me>.*                       decode attention
+halfmoon.reset.<me>                        adapt
 
 halfmoon.decisions.<node>.>                store
 halfmoon.store.<node>.*                    store

@@ -15,6 +15,7 @@ from halfmoon.schemas.events import (
     WorkerDraining,
 )
 from halfmoon.schemas.roles import ELASTIC_ROLES, WORKER_ROLES
+from halfmoon.schemas.weights import PlacementsPaused, WeightsChanged
 from tests.chaos.network import Process
 from tests.conductor.conductor_scripts import S, keys
 
@@ -80,6 +81,21 @@ class Faults:
         for _ in range(draw.choice([1, 1, 2])):
             net.append(RoleWanted(target_id=draw.choice(ids), role=draw.choice(ELASTIC_ROLES)))
         net.later(draw.randrange(2 * S), self.change_role)
+
+    def pause(self) -> None:
+        """An operator pauses placements for a while; then, half of the times, they are of other weights."""
+        net, draw = self.net, self.world.pause_draw
+        if not net.faults:
+            return
+        net.append(PlacementsPaused(abort=draw.random() < 0.5))
+        net.later(draw.randrange(4 * S), self.resume)
+
+    def resume(self) -> None:
+        net, draw = self.net, self.world.pause_draw
+        if draw.random() < 0.5:
+            net.append(WeightsChanged(weight_version=draw.choice(["", "v1", "v2"])))
+        net.append(PlacementsPaused(paused=False))
+        net.later(draw.randrange(6 * S), self.pause)
 
     def step_clock(self) -> None:
         """The server's clock is set by hours, or by seconds, back or forth."""

@@ -1,4 +1,6 @@
-"""Where a core's decisions place orders: on workers of the right role that stay, and in no queue that is full."""
+"""Where a core's decisions place orders: on workers of the right role that stay, in no queue that is full, in no pause,
+and with the weights of now.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ def check_orders(state: State, stamped: Stamped, decisions: Sequence[Decision]) 
     new = isinstance(stamped.event, RequestArrived) and not stamped.event.answer_lost
     for decision in decisions:
         _check_role(state, decision)
+        _check_weights(state, decision)
         if new and isinstance(decision, StartPrefill | StartMixed):
             orders, limit = state.workers[decision.worker_id].orders, state.policy.queued_max_per_worker
             assert len(orders) <= limit, ("I90 more than the queue takes", decision, len(orders))
@@ -31,6 +34,21 @@ def _check_passed(state: State, order: StartPrefill) -> None:
     assert order.before in passed, ("I121 passes one that does not wait there", order, queue)
     of_groups = [one for one in passed if state.orders[one].prefill.stages]
     assert not of_groups, ("I121 passes one that a group computes", order, of_groups)
+
+
+def _check_weights(state: State, decision: Decision) -> None:
+    """Nothing is placed while an operator has paused that; and what is, is of the weights of now, with their keys."""
+    match decision:
+        case StartPrefill() | StartMixed():
+            assert not state.paused, ("I119 placed in a pause", decision)
+            keys = state.requests[decision.request_id].event.weight_version
+            assert (decision.weight_version, keys) == (state.weight_version,) * 2, (
+                "I120 of other weights",
+                decision,
+                keys,
+            )
+        case _:
+            pass
 
 
 def _check_role(state: State, decision: Decision) -> None:

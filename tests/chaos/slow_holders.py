@@ -152,7 +152,7 @@ class SlowHolders:
     def _check_marks(self, state: State, event: WorkerHeartbeat) -> None:
         for seen in event.places:
             place = state.workers.get(seen.worker_id)
-            if place is None:
+            if place is None or place.holds is None:  # it is gone, or has taken another role
                 continue
             known = self._marks.setdefault((place.worker_id, place.incarnation), {})
             for owner_id, seen_ns in list(known.items()):

@@ -16,14 +16,17 @@ import pytest
 
 from halfmoon.conductor.core import (
     booking,
+    choice,
     loans,
     machine,
     membership,
     moves,
     order_events,
+    orders,
     reconcile,
     resume,
     roles,
+    weights,
 )
 from halfmoon.conductor.core.placement import parts
 from halfmoon.conductor.core.state.core_state import State
@@ -126,6 +129,16 @@ def test_a_core_that_believes_the_servers_clock_when_it_is_set_is_found(
 ) -> None:
     monkeypatch.setattr(machine, "log_time_ns", lambda state, stamped_ns: stamped_ns)
     fails("I87 (orders|open|held) at", "clock steps")
+
+
+def test_a_core_that_places_in_a_pause_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders, "choose_again", choice.place_again)
+    fails("I119 ", "pauses")
+
+
+def test_a_core_that_keeps_the_keys_of_other_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "of_these_weights", lambda state, event: event)
+    fails("I120 ", "pauses")
 
 
 def test_a_request_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

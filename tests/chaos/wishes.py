@@ -26,6 +26,7 @@ Feature = Literal[
     "slow holders",
     "similar",
     "crowds",
+    "pauses",
 ]
 RESTS_ON: dict[Feature, Feature] = {
     "outgrown caches": "exact",

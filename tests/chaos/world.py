@@ -60,6 +60,8 @@ SPLITS = 0.6
 ELASTIC, ELASTIC_LENDING, ELASTIC_MOVING = 0.4, 0.2, 0.1
 #: And how many of those without any of it have mixed workers.
 MIXED = 0.4
+#: And in how many placements are paused.
+PAUSES = 0.2
 #: 1 ms a token: fetching a block is mostly cheaper than computing it.
 SLOW_PREFILL = msgspec.structs.replace(PROFILE, prefill_per_token_ps=1_000_000_000)
 
@@ -141,6 +143,9 @@ class World:
         self.elastic = not self.attention and wishes.drawn("roles", self.role_draw.random() < share)
         self.mixed_draw = random.Random(f"mixed {seed}")
         self._add_mixed(self.mixed_draw)
+        #: Placements are paused now and then, and go on with other weights.
+        self.pause_draw = random.Random(f"pauses {seed}")
+        self.pauses = wishes.drawn("pauses", self.pause_draw.random() < PAUSES)
         self.stages = StageGroups(self, seed)
         if self.stages.on:
             self.arrival_ns = 1 * S  # a group is of idle ones
@@ -448,6 +453,8 @@ class World:
             net.later(self.slow_holders.draw.randrange(2 * S), self.slow_holders.strike)
         if self.elastic:
             net.later(self.role_draw.randrange(2 * S), self.faults.change_role)
+        if self.pauses:
+            net.later(self.pause_draw.randrange(4 * S), self.faults.pause)
         if self.clock_steps:
             net.later(self.clock_draw.randrange(4 * S), self.faults.step_clock)
         self.pass_time(chaos_s)

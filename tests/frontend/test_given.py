@@ -74,6 +74,38 @@ def test_both_workers_of_a_placement_are_given_the_tokens_once(run: Any) -> None
 
 
 @pytest.mark.pure
+def test_keys_are_given_for_the_weights_of_the_order_and_those_that_follow_are_of_them(run: Any) -> None:
+    given: list[TokensGiven] = []
+    versions = iter(["", "v2", "v2"])
+
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        if not given:
+            await double.bus.subscribe(subjects.give("p1", arrived.frontend_id), TokensGiven, given.append)
+            await double.bus.last_seq()
+        had, order = len(given), placement(arrived, f"{seq}-0")
+        order = msgspec.structs.replace(order, weight_version=next(versions))
+        await double.bus.order(Ordered(cause_seq=seq, position=0, decision=order), target_id="p1")
+        await eventually(lambda: len(given) > had, "tokens are given")
+        await double.deliver(double.delivery(arrived, f"{seq}-0", 0, double.answer_ids[:5], "length"))
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        for _ in range(3):
+            status, _, _ = await cluster.post("/v1/completions", {**BODY, "prompt": list(range(600))})
+            assert status == 200
+        arrived = await cluster.double.wait_for(RequestArrived, 3)
+        assert [one.weight_version for one in arrived] == ["", "", "v2"]
+        taken = [one.taken for one in given]
+        assert [one.weight_version for one in taken] == ["", "v2", "v2"]
+        # The second one's own keys were of the weights before; it was given those that the third one came with.
+        assert arrived[0].block_keys == arrived[1].block_keys == taken[0].block_keys
+        assert taken[1].block_keys == taken[2].block_keys == arrived[2].block_keys != taken[0].block_keys
+        assert taken[1].root_key == taken[2].root_key != taken[0].root_key
+
+    run(scenario)
+
+
+@pytest.mark.pure
 def test_a_decode_worker_that_goes_on_is_given_the_tokens_and_what_the_client_has(run: Any) -> None:
     given: list[TokensGiven] = []
 

@@ -188,3 +188,9 @@ def test_packed_tokens_and_keys_of_odd_lengths_are_refused() -> None:
 def test_keys_split_as_they_were_joined(keys: list[bytes]) -> None:
     assert split_keys(join_keys(keys)) == keys
     assert [key.hex() for key in split_keys(join_keys(keys))] == [key.hex() for key in keys]
+
+
+def test_a_version_of_weights_makes_another_root_and_none_the_one_that_there_was() -> None:
+    assert root_key(**ROOT, weight_version="").hex() == ROOT_HEX
+    roots = {root_key(**ROOT, weight_version=version) for version in ("", "1", "2", "12")}
+    assert len(roots) == 4

@@ -134,6 +134,10 @@ class EngineApi:
         except EngineUnfit as problem:
             raise EngineAway(str(problem)) from None
 
+    async def reset_prefix_cache(self) -> None:
+        """It drops the blocks that no request has. Raises EngineAway, EngineUnfit: it lets nobody do that."""
+        await self._read("/reset_prefix_cache", {})
+
     async def samples(self) -> dict[str, list[tuple[dict[str, str], float]]]:
         """Samples of `/metrics`: labels and value by name. Raises EngineAway, EngineUnfit."""
         found: dict[str, list[tuple[dict[str, str], float]]] = {}

@@ -78,6 +78,10 @@ class EngineMirror:
         self._tell(self.blocks.doubt())
 
     def engine_restarted(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is in the engine's cache any more."""
         self._tell(self.blocks.apply([EngineCleared()]))
 
     def _tell(self, changes: list[CacheChange]) -> None:

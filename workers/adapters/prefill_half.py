@@ -74,4 +74,5 @@ def _as_decode(order: StartPrefill) -> StartDecode:
         prompt_tokens=order.prompt_tokens,
         max_tokens=1,
         tbt_slo_ns=0,
+        weight_version=order.weight_version,
     )

@@ -243,6 +243,9 @@ class AdapterState:
             return "the frontend's tokens are not those of the order"
         if keys not in (0, tokens // self.layout.block_tokens):
             return f"--block-tokens: {self.layout.block_tokens} here, and something else at the frontend"
+        if reply.weight_version != request.order.weight_version:
+            # An engine would read blocks of other weights by that root.
+            return "the frontend's block keys are not of the order's weight version"
         if not reply.root_key:
             return "the frontend names no root of the request's block keys"
         return ""

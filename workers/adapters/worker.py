@@ -20,6 +20,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import PeerError
 from halfmoon.bus.tail import StreamTail
 from halfmoon.bus.telemetry.metrics import counter, gauge
 from halfmoon.schemas import subjects
@@ -37,6 +38,7 @@ from halfmoon.schemas.events import StoreJoined
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
+from halfmoon.schemas.weights import PrefixCacheReset, ResetPrefixCache
 from halfmoon.store.agent.announcer import Announcer
 from halfmoon.workers import machines
 from halfmoon.workers.adapters.actions import Action, AskEngine, HangUp, StepSeen, TellDecode
@@ -125,6 +127,7 @@ class AdapterWorker(Worker):
         )
         asked = subjects.resend(config.worker_id, "*")
         await self.bus.serve(asked, ResendRequest, self._resend, author="frontend_id")
+        await self.bus.serve(subjects.reset(config.worker_id), ResetPrefixCache, self._reset_prefix_cache)
         if self.role == "decode":
             self.spawn(self._follow_kv(await self.bus.open_kv(config.worker_id)))
         # Before the worker: it takes no orders while its node has no store.
@@ -245,6 +248,18 @@ class AdapterWorker(Worker):
         (answer,) = self.state.on(ResendRequested(at_ns=time.monotonic_ns(), request=request))
         assert isinstance(answer, AnswerResend), answer
         return answer.reply
+
+    async def _reset_prefix_cache(self, _: ResetPrefixCache) -> PrefixCacheReset:
+        blocks = len(self.mirror.keys())
+        try:
+            await self.api.reset_prefix_cache()
+        except EngineUnfit as problem:
+            raise PeerError("no_reset", f"{problem}; vLLM has it with VLLM_SERVER_DEV_MODE=1") from None
+        except EngineAway as problem:
+            raise PeerError("engine_away", str(problem)) from None
+        # An engine that computes nothing publishes no event of it yet.
+        self.mirror.forget()
+        return PrefixCacheReset(blocks=blocks)
 
     # --- the engine -----------------------------------------------------------------------------------------
 

@@ -114,6 +114,8 @@ class ClusterStatus:
         self._learn(newest)
         if not status["ready"]:
             status["problem"] = newest.lacks
+        status["paused"] = newest.paused
+        status["weight_version"] = newest.weight_version
         status["request_tokens_max"] = newest.request_tokens_max
         status["nodes"] = [
             {

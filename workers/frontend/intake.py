@@ -71,6 +71,7 @@ class RequestIntake:
             tenant=ask.tenant,
             priority=ask.priority,
             sketch=prompt.sketch,
+            weight_version=prompt.weight_version,
         )
         span = None
         if self.tracing is not None:

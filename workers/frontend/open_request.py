@@ -216,6 +216,14 @@ class OpenRequest:
             max_tokens=self.arrived.max_tokens,
             traceparent=self.arrived.traceparent,
             choices=self.ask.n,
+            weight_version=self.arrived.weight_version,
+        )
+
+    def rekey(self, root_key: bytes, block_keys: bytes, weight_version: str) -> None:
+        """Its next order is computed with weights of another version."""
+        self.root_key = root_key
+        self.arrived = msgspec.structs.replace(
+            self.arrived, block_keys=block_keys, sketch=b"", weight_version=weight_version
         )
 
     def _sampling(self) -> Sampling:

@@ -57,6 +57,8 @@ class TokenizedPrompt(NamedTuple):
     max_tokens: int
     #: b"": it is compared with no other prompt.
     sketch: bytes = b""
+    #: Of which the keys are.
+    weight_version: str = ""
 
 
 class PromptReader:
@@ -80,6 +82,8 @@ class PromptReader:
         self._inline = tokenizer.quick
         self._similar_tenants = frozenset(names(config.similar_tenants))
         self._root = functools.lru_cache(maxsize=4096)(self._root_key)
+        #: Of the newest order that this frontend has heard of.
+        self.weight_version = ""
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -112,14 +116,19 @@ class PromptReader:
         max_tokens = self._max_tokens(ask, tokens, max_tokens_default)
         if ask.sampling.prompt_logprobs >= 0:
             self._check_scored(ask, tokens)
-        root = self._root(ask.tenant, ask.cache_salt)
-        keys = chain_keys_packed(root, packed, self._layout.block_tokens)
+        weight_version = self.weight_version
+        root, keys = self.keys_of(ask, packed, weight_version)
         sketch = b""
         if ask.similar:
             if broken := self._broken_by_similar(ask):
                 raise ApiError(400, f"kv.similar: {broken}", param="kv", code="contradiction")
             sketch = sketch_of(root, np.frombuffer(packed, "<u4"))
-        return TokenizedPrompt(packed, tokens, root, keys, max_tokens, sketch)
+        return TokenizedPrompt(packed, tokens, root, keys, max_tokens, sketch, weight_version)
+
+    def keys_of(self, ask: ApiRequest, packed: bytes, weight_version: str) -> tuple[bytes, bytes]:
+        """The root and the block keys of a prompt that weights of this version compute."""
+        root = self._root(ask.tenant, ask.cache_salt, weight_version)
+        return root, chain_keys_packed(root, packed, self._layout.block_tokens)
 
     def as_tenant_has_it(self, ask: ApiRequest) -> ApiRequest:
         """`ask` with its tenant's default for KV of similar prompts, where it says nothing and no promise is broken."""
@@ -314,7 +323,7 @@ class PromptReader:
             return "log probabilities of a prompt are those of computing all of it"
         return ""
 
-    def _root_key(self, tenant: str, cache_salt: str) -> bytes:
+    def _root_key(self, tenant: str, cache_salt: str, weight_version: str) -> bytes:
         return root_key(
             model_fingerprint=self._layout.model_fingerprint,
             layout=self._layout.name(),
@@ -322,6 +331,7 @@ class PromptReader:
             # The length keeps (tenant "a", salt "bc") and (tenant "ab", salt "c") apart.
             tenant_salt=f"{len(tenant)}:{tenant}{cache_salt}",
             cluster_secret=self.config.cluster_secret,
+            weight_version=weight_version,
         )
 
 

@@ -17,6 +17,7 @@ from halfmoon.schemas.decisions import StartDecode, StartMixed, StartPrefill
 from halfmoon.schemas.roles import ROLES
 from halfmoon.schemas.tokens import ORDER_UNKNOWN, TakeReply, TakeRequest, TokensGiven, TokensSampled
 from halfmoon.workers.frontend.open_request import OpenRequest, Progress, order_rank
+from halfmoon.workers.frontend.prompts import PromptReader
 from halfmoon.workers.frontend.redelivery import OpenRequests, Redelivery
 
 #: A worker that asks before its placement was heard here waits so long; shorter than it waits for an answer.
@@ -27,6 +28,8 @@ _PLACED_PAUSE_S = 0.02
 class EndingRequests(OpenRequests, Protocol):
     """The part of the registry that the exchange needs."""
 
+    prompts: PromptReader
+
     def finish(self, request: OpenRequest, *, stopped: bool) -> None: ...
 
 
@@ -36,6 +39,7 @@ class TokenExchange:
     def __init__(self, requests: EndingRequests) -> None:
         self._requests = requests
         self.redelivery = Redelivery(requests, self.on_tokens)
+        self._newest_rank = (-1, -1)
 
     async def start(self) -> None:
         """Raises BusError."""
@@ -62,9 +66,15 @@ class TokenExchange:
         self, order: StartPrefill | StartDecode | StartMixed, prefill_id: str, decode_id: str
     ) -> None:
         """Give the workers the tokens before they ask. `prefill_id` "": nothing is to be computed anew."""
+        prompts, rank = self._requests.prompts, order_rank(order.order_id)
+        if rank > self._newest_rank:
+            self._newest_rank, prompts.weight_version = rank, order.weight_version
         request = self._requests.requests.get(order.request_id)
-        if request is None or order_rank(order.order_id) <= request.order_rank:
+        if request is None or rank <= request.order_rank:
             return  # not wanted any more; or another conductor's copy
+        if order.weight_version != request.arrived.weight_version:
+            keys = prompts.keys_of(request.ask, request.packed_prompt, order.weight_version)
+            request.rekey(*keys, order.weight_version)
         resumes = bool(request.output_ids)
         request.prefill_worker = prefill_id
         request.progress_at_ns = time.monotonic_ns()

@@ -65,6 +65,7 @@ def _prefill_half(order: StartMixed, node_id: str) -> StartPrefill:
         local_blocks=order.local_blocks,
         fetches=order.fetches,
         predicted=order.predicted,
+        weight_version=order.weight_version,
     )
 
 
@@ -80,4 +81,5 @@ def decode_half(order: StartMixed) -> StartDecode:
         tbt_slo_ns=0,
         placement=order.placement,
         predicted=order.predicted,
+        weight_version=order.weight_version,
     )

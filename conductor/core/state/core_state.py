@@ -63,6 +63,10 @@ class Members(LogPosition, kw_only=True):
 
     code_version: str = ""
     policy: Policy = Policy()
+    #: An operator wants nothing to be placed.
+    paused: bool = False
+    #: Of the weights that orders are computed with; "": they were never changed.
+    weight_version: str = ""
     #: By id, always sorted.
     workers: dict[str, WorkerRecord] = {}
     stores: dict[str, StoreRecord] = {}

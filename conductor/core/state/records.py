@@ -318,6 +318,7 @@ class Order(msgspec.Struct, kw_only=True):
     predicted: Prediction
     prefill: PrefillHalf
     decode: DecodeHalf
+    weight_version: str = ""
 
     @property
     def mixed(self) -> bool:
