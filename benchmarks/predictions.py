@@ -54,8 +54,7 @@ from halfmoon.schemas.events import (
     RequestFinished,
     Stamped,
 )
-from halfmoon.schemas.numbers import MS_NS
-from halfmoon.schemas.slo import tbt_ns
+from halfmoon.schemas.numbers import MS_NS, tbt_ns
 
 #: In flight at once where the capacity is measured: enough that prompts always wait.
 CLOSED_LOOP = 12

@@ -15,8 +15,7 @@ from typing import Any
 from halfmoon.cli.bench.clients import Record
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.conductor.simulation.report import Percentiles, spread
-from halfmoon.schemas.numbers import MS_NS
-from halfmoon.schemas.slo import tbt_ns
+from halfmoon.schemas.numbers import MS_NS, tbt_ns
 
 #: Figure of an objective → its name in the table.
 MEASURES = {

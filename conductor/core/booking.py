@@ -14,7 +14,7 @@ import msgspec
 from halfmoon.conductor.core.admission import Placement
 from halfmoon.conductor.core.corrections import load_changed, price_prompt, turn_begins
 from halfmoon.conductor.core.loans import book_loans, end_loans
-from halfmoon.conductor.core.objectives import slo_ns, tbt_objective_ns
+from halfmoon.conductor.core.objectives import tbt_objective_ns
 from halfmoon.conductor.core.placement.measures import Candidate
 from halfmoon.conductor.core.placement.policies import rules_of
 from halfmoon.conductor.core.placement.replication import copy_of_hot_prefix
@@ -74,6 +74,7 @@ def give_order(state: State, request: Request, placement: Placement, out: StepOu
         predicted=predicted,
         prefill=PrefillHalf(
             end_ns=now_ns + prefill.ttft_ns,
+            until_ns=_until_ns(request, placement),
             reserved_ns=prefill.ttft_ns - prefill.queue_ns,
             pending_blocks=prefill.uncached_blocks,
             prompt_blocks=prefill.uncached_blocks + prefill.cached_blocks,
@@ -106,6 +107,14 @@ def give_order(state: State, request: Request, placement: Placement, out: StepOu
     copy = copy_of_hot_prefix(state, event, prefill)
     if copy is not None:
         out.append(copy)
+
+
+def _until_ns(request: Request, placement: Placement) -> int:
+    """When the first token is later than what was accepted."""
+    # A request that was accepted before is placed wherever it is soonest, and nothing is refused under `none`.
+    if placement.limits is None:
+        return INT_MAX
+    return min(INT_MAX, request.arrived_ns + placement.limits.ttft_ns)
 
 
 def _give(
@@ -224,18 +233,10 @@ def passed_by(state: State, order: Order) -> list[str]:
         half = other.prefill
         if half.stages or other.placed_ns + durations * half.reserved_ns <= last_ns:
             break
-        if half.end_ns + order.prefill.reserved_ns > _first_token_until_ns(state, other):
+        if half.end_ns + order.prefill.reserved_ns > half.until_ns:
             break
         passed.append(order_id)
     return passed[::-1]
-
-
-def _first_token_until_ns(state: State, order: Order) -> int:
-    """When the order's first token is late."""
-    if state.policy.admission == "none":
-        return INT_MAX
-    request = state.requests[order.request_id]
-    return request.arrived_ns + slo_ns(state, request.event)[0]
 
 
 def _reserve(state: State, order: Order, fetched_ns: int, passed: list[str]) -> None:

@@ -29,9 +29,13 @@ class Choice(NamedTuple):
 
 def choose(costed: Costed) -> Choice:
     """A placement or a refusal for a request that was never placed."""
-    if costed.state.paused:
-        paused = _paused(costed.state)
-        return Choice(paused, wait_ns=_waits_ns(costed, paused))
+    if not costed.state.paused:
+        return _choose_now(costed)
+    paused = _paused(costed.state)
+    return Choice(paused, wait_ns=_waits_ns(costed, paused))
+
+
+def _choose_now(costed: Costed) -> Choice:
     pair = decide(costed)
     mixed = None if costed.mixed is None else decide_mixed(costed, costed.mixed)
     verdict = pair if mixed is None else _one_of(costed, pair, mixed)

@@ -37,7 +37,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from halfmoon.conductor.core import membership, moves, order_events, orders, pause, roles, weights
+from halfmoon.conductor.core import membership, moves, order_events, orders, roles, weights
 from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_supposed
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.placement.policies import check_known
@@ -46,6 +46,7 @@ from halfmoon.conductor.core.state.block_index import BlockIndex, IndexImage
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.log_clock import log_time_ns
 from halfmoon.conductor.core.state.slow_places import judge_places
+from halfmoon.conductor.core.state.versions import of_these_weights
 from halfmoon.conductor.core.step_learning import learn_step
 from halfmoon.conductor.core.step_output import Explains, StepOutput, explain_none
 from halfmoon.schemas.codec import digest, one_line
@@ -157,7 +158,7 @@ class Core:
 
         `random` draws by the place in the log: here, by the next one. The grounds of real decisions are in `notes`.
         """
-        return explain_supposed(self.state, weights.of_these_weights(self.state, request), at_ns)
+        return explain_supposed(self.state, of_these_weights(self.state, request), at_ns)
 
     def digest(self) -> str:
         """Names the whole state; equal for equal logs, whatever the process."""
@@ -206,7 +207,7 @@ _decoder = msgspec.msgpack.Decoder(_Snapshot, dec_hook=_decode_index)
 def _apply(state: State, event: Event, out: StepOutput) -> None:
     match event:
         case RequestArrived():
-            event = weights.of_these_weights(state, event)
+            event = of_these_weights(state, event)
             if event.request_id not in state.requests and event.request_id not in state.finished:
                 orders.accept_or_reject(state, event, out)
             elif event.answer_lost and event.request_id in state.finished:
@@ -260,7 +261,7 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
         case RoleWanted():
             roles.role_wanted(state, event, out)
         case PlacementsPaused():
-            pause.placements_paused(state, event, out)
+            weights.placements_paused(state, event, out)
         case WeightsChanged():
             weights.weights_changed(state, event)
         case StateDigested():

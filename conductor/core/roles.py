@@ -20,10 +20,10 @@ from typing import Literal
 
 from halfmoon.conductor.core.explanation import RoleGrounds
 from halfmoon.conductor.core.orders import arm
-from halfmoon.conductor.core.pool_needs import PoolNeed, pool_needs
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.demand import Advice, demand_of, forget_demand
 from halfmoon.conductor.core.state.load_index import queue_ns
+from halfmoon.conductor.core.state.pool_needs import PoolNeed, pool_needs
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import ChangeRole

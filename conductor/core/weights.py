@@ -1,16 +1,33 @@
-"""Weights that are changed in place: the keys of a request are of the version of now, or it has none."""
-
-# The keys come from frontends, which hear of a version by the first order of it: only they have the tokens. Until then
-# their keys name blocks of the version before, and what is not known to be right must not be matched. So such a request
-# is placed as one that nobody has computed, and its frontend gives the keys of the order's version with the tokens.
+"""Weights that are changed in place: placements that an operator pauses for it, and the change itself."""
 
 from __future__ import annotations
 
-import msgspec
-
+from halfmoon.conductor.core.booking import withdraw
+from halfmoon.conductor.core.orders import place, place_parked
 from halfmoon.conductor.core.state.core_state import State
-from halfmoon.schemas.events import RequestArrived
-from halfmoon.schemas.weights import WeightsChanged
+from halfmoon.conductor.core.state.versions import of_these_weights
+from halfmoon.conductor.core.step_output import StepOutput
+from halfmoon.schemas.weights import PlacementsPaused, WeightsChanged
+
+
+def placements_paused(state: State, event: PlacementsPaused, out: StepOutput) -> None:
+    """From now on every request waits, or none does any more."""
+    state.paused = event.paused
+    if not state.paused:
+        place_parked(state, out)
+    elif event.abort:
+        _take_back_all(state, out)
+
+
+def _take_back_all(state: State, out: StepOutput) -> None:
+    orders = list(state.orders.values())
+    for order in orders:
+        withdraw(state, order, out, prefill_runs=True, decode_runs=True)
+    for order in orders:
+        request = state.requests[order.request_id]
+        # No worker has failed it, so this placement does not bring it nearer to its last one.
+        request.placements = max(1, request.placements - 1)
+        place(state, request, "placements were paused", out)
 
 
 def weights_changed(state: State, event: WeightsChanged) -> None:
@@ -19,10 +36,3 @@ def weights_changed(state: State, event: WeightsChanged) -> None:
     for request in state.requests.values():
         request.event = of_these_weights(state, request.event)
     state.members_changed()  # blocks that are coming are of the version before
-
-
-def of_these_weights(state: State, event: RequestArrived) -> RequestArrived:
-    """`event`, without its keys where they are of other weights."""
-    if event.weight_version == state.weight_version:
-        return event
-    return msgspec.structs.replace(event, block_keys=b"", sketch=b"", weight_version=state.weight_version)

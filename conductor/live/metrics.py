@@ -19,9 +19,9 @@ from halfmoon.bus.errors import BusError, StreamRefused
 from halfmoon.bus.tasks import within
 from halfmoon.bus.telemetry.metrics import STEP_S, Times, Values, counter, gauge, histogram
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.pool_needs import pool_needs
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.load_index import queue_ns
+from halfmoon.conductor.core.state.pool_needs import pool_needs
 from halfmoon.conductor.core.state.records import splits_of
 from halfmoon.conductor.core.state.slow_places import slow_mark
 from halfmoon.conductor.view.status import without_attention

@@ -12,11 +12,11 @@ import math
 from bisect import bisect_right
 
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.slo import TBT_WORST_PERCENT
+from halfmoon.schemas.numbers import TBT_WORST_PERCENT
 
 
 def tbt_ns(intervals: list[tuple[float, int]]) -> int:
-    """As `schemas.slo.tbt_ns`, of intervals given as (ns, how many)."""
+    """As `schemas.numbers.tbt_ns`, of intervals given as (ns, how many)."""
     count = sum(times for _, times in intervals)
     if not count:
         return 0

@@ -10,9 +10,9 @@ import msgspec
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement.capacity import capacity, nowhere_to_hold_for
 from halfmoon.conductor.core.placement.policies import installed
-from halfmoon.conductor.core.pool_needs import pool_needs
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.load_index import queue_ns
+from halfmoon.conductor.core.state.pool_needs import pool_needs
 from halfmoon.conductor.core.state.records import splits_of
 from halfmoon.conductor.core.state.slow_places import slow_mark
 from halfmoon.schemas.status import ConductorStatus, ElasticStatus, NodeStatus, PoolWanted, RequestCounts

@@ -12,7 +12,7 @@ from conductor_scripts import MS, S, Script, arrived, decode, finished, prefill,
 
 from halfmoon.conductor.core import roles
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.pool_needs import pool_needs
+from halfmoon.conductor.core.state.pool_needs import pool_needs
 from halfmoon.conductor.replay.explain import role_changed
 from halfmoon.conductor.view.status import elastic_status
 from halfmoon.schemas.decisions import ChangeRole, Decision, StartDecode, StartPrefill

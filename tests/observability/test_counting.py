@@ -26,8 +26,8 @@ from halfmoon.cli.options import OptionInvalid
 from halfmoon.conductor.live import shell
 from halfmoon.conductor.live.metrics import ConductorMetrics
 from halfmoon.schemas.events import Endpoint, StateDigested, StoreHeartbeat, StoreJoined, StoreSuspected
+from halfmoon.schemas.numbers import tbt_ns
 from halfmoon.schemas.policy import Policy
-from halfmoon.schemas.slo import tbt_ns
 from halfmoon.schemas.store import Hello
 from halfmoon.store.errors import HolderUnreachable
 from halfmoon.store.pool.segment import Geometry

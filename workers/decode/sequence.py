@@ -11,9 +11,9 @@ from halfmoon.schemas.events import RequestFinished
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.lending import KvPart
+from halfmoon.schemas.numbers import tbt_ns
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.sampling import SampledToken, Sampling
-from halfmoon.schemas.slo import tbt_ns
 from halfmoon.schemas.tokens import Delivery, TakeReply, Timing
 from halfmoon.workers.decode.kv_arrival import KvArrival
 from halfmoon.workers.model.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
 from halfmoon.schemas import subjects
-from halfmoon.schemas.slo import tbt_ns
+from halfmoon.schemas.numbers import tbt_ns
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 
 ASK_S = 30.0

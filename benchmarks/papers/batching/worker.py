@@ -12,7 +12,7 @@ from collections.abc import Callable
 from benchmarks.papers.batching.iteration_times import IterationTimes
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.outcomes import Outcome
-from halfmoon.schemas.slo import tbt_ns
+from halfmoon.schemas.numbers import tbt_ns
 from halfmoon.workers.batch_former import BatchFormer, Iteration
 
 

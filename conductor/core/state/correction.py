@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.slo import TBT_WORST_PERCENT
+from halfmoon.schemas.numbers import TBT_WORST_PERCENT
 from halfmoon.schemas.types import INT_MAX
 
 #: As predicted.

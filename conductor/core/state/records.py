@@ -19,7 +19,7 @@ from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.roles import WorkerRole
-from halfmoon.schemas.types import ExactNumerics
+from halfmoon.schemas.types import INT_MAX, ExactNumerics
 
 #: The halves of a request's work. Every order has both, whatever roles there are.
 Half = Literal["prefill", "decode"]
@@ -261,6 +261,8 @@ class PrefillHalf(msgspec.Struct, kw_only=True):
 
     #: When it is to end, and (once it has) when it did.
     end_ns: int
+    #: The end from which it would be later than what was accepted.
+    until_ns: int = INT_MAX
     # Reserved at the worker: time, blocks to compute, blocks of prompt.
     reserved_ns: int
     pending_blocks: int
