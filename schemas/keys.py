@@ -115,6 +115,16 @@ def unpack_tokens(packed: bytes) -> list[int]:
     return ids
 
 
+def token_array(packed: bytes) -> array[int]:
+    """`unpack_tokens` without a number made of each: for prompts, of which most tokens are never looked at alone."""
+    if len(packed) % 4:
+        raise ValueError(f"token_ids: {len(packed)} bytes is no multiple of 4")
+    ids = array("I", packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
+
+
 def unpack_last_first(packed: bytes) -> Iterator[int]:
     """The token ids in `packed` from the last on, each unpacked when it is asked for."""
     for at in range(len(packed) - 4, -1, -4):

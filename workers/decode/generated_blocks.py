@@ -33,7 +33,7 @@ def generated_blocks(sequence: DecodeSequence, layout: Layout) -> ShareOutput:
     return ShareOutput(
         order_id=sequence.order_id,
         root_key=sequence.root_key,
-        tokens=(sequence.prompt + sequence.output)[: sequence.length],
+        tokens=[*sequence.prompt, *sequence.output][: sequence.length],
         known_blocks=len(sequence.block_keys) // KEY_BYTES,
         table=list(sequence.table),
         tenant=sequence.tenant,
