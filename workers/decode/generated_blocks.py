@@ -23,6 +23,7 @@ def shares_generated(sequence: DecodeSequence, layout: Layout) -> bool:
         and (sequence.result is None or sequence.result.similar is None)
         and layout.block_bytes
         and sequence.root_key
+        and sequence.prompt
         and sequence.table
         and sequence.length // layout.block_tokens > len(sequence.block_keys) // KEY_BYTES
     )
