@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -43,7 +44,9 @@ class DirectClient(Client):
         super().__init__()
         self._raw_handlers: dict[int, RawHandler] = {}
         self._writing = False
-        self._ps = WireParser(self)
+        self._ps: WireParser = WireParser(self)
+        #: Of the connection that there is now.
+        self._reader: Any = None
         #: Messages that could not be taken.
         self.dropped = 0
         self._dropped_said_at = -math.inf
@@ -98,20 +101,53 @@ class DirectClient(Client):
         self._raw_handlers[subscription._id] = handler
         return subscription
 
+    async def _process_connect_init(self) -> None:
+        await super()._process_connect_init()
+        self._read_at_once()
+
+    def _read_at_once(self) -> None:
+        """From now on messages are delivered as the socket is read: by way of the library's stream each would cost a
+        turn of the loop and two copies. What is no message, or is the library's, goes its way, and all behind it.
+        """
+        reader: Any = getattr(self._transport, "_io_reader", None)
+        self._reader = reader
+        if reader is not None:
+            reader.feed_data = functools.partial(self._feed, reader, reader.feed_data)
+
+    def _feed(self, reader: Any, queue: Callable[[bytes], None], data: bytes) -> None:
+        """`queue` is the library's, of a connection that may be an earlier one. What came before goes first."""
+        if reader is not self._reader or reader._buffer or self._ps.parsing or not self.is_connected:
+            queue(data)
+        elif rest := self._ps.take(data):
+            queue(rest)
+
+    def hears(self, sid: int) -> bool:
+        """A message of this subscription is `deliver`ed."""
+        return sid in self._raw_handlers
+
+    def deliver(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        """To its handler, if it has one still."""
+        handler = self._raw_handlers.get(sid)
+        if handler is None:
+            return
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(data)
+        try:
+            handler(subject, reply, data, headers)
+        except Exception as problem:  # whatever it is: raised here it would end the reading for everybody
+            self._drop(subject, problem, whole=True)
+
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None
     ) -> None:
-        handler = self._raw_handlers.get(sid)
+        if self.hears(sid):
+            self.deliver(sid, subject, reply, data, headers)
+            return
         try:
-            if handler is None:
-                # The library decodes subjects and headers, and reports a malformed one by any error.
-                await super()._process_msg(sid, subject, reply, data, headers)  # type: ignore[arg-type]
-                return
-            self.stats["in_msgs"] += 1
-            self.stats["in_bytes"] += len(data)
-            handler(subject, reply, data, headers)
+            # The library decodes subjects and headers, and reports a malformed one by any error.
+            await super()._process_msg(sid, subject, reply, data, headers)  # type: ignore[arg-type]
         except Exception as problem:  # whatever it is: raised here it would end the reading for everybody
-            self._drop(subject, problem, whole=handler is not None)
+            self._drop(subject, problem, whole=False)
 
     def _drop(self, subject: bytes, problem: Exception, *, whole: bool) -> None:
         """Log the dropped message, at most once in `DROPPED_SAID_S`; `whole`: with the traceback, for the mistake is

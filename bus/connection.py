@@ -421,7 +421,7 @@ class Bus:
                 self.invalid += 1
                 return
             result = handler(message)
-            if inspect.isawaitable(result):
+            if result is not None and inspect.isawaitable(result):
                 self._spawn(result)
 
         return await self.nc.subscribe_raw(subject, receive, queue=queue)

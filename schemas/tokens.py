@@ -76,6 +76,16 @@ class TokensGiven(Message, frozen=True):
     taken: TakeReply
 
 
+class DecodeGiven(Message, frozen=True):
+    """`TokensGiven` for a decode worker that can do without the prompt's tokens: it has their KV. One that needs them
+    asks, and so does one that does not know this message.
+    """
+
+    frontend_id: Id
+    order_id: Id
+    taken: TakeReply
+
+
 class Timing(Part, frozen=True):
     """How a request went, in ns; sent with its first tokens."""
 

@@ -40,9 +40,10 @@ asyncio.run(main())
 #: The names of what the delays stand before.
 NAMES = """
 import asyncio, concurrent.futures.thread as futures, nats.aio.transport as bus, threading
+from halfmoon.bus.client import DirectClient
 read = asyncio.StreamReader
-changed = (futures._WorkItem.run, bus.TcpTransport.read, threading.Thread.start, read.read, read.readexactly,
-    read.readuntil, asyncio.create_task)
+changed = (futures._WorkItem.run, bus.TcpTransport.read, DirectClient._read_at_once, threading.Thread.start, read.read,
+    read.readexactly, read.readuntil, asyncio.create_task)
 print(*(each.__name__ for each in changed))
 """
 
@@ -68,4 +69,4 @@ def test_a_task_is_late_where_that_is_asked_for(part: str, words: str) -> None:
 
 def test_what_the_delays_change_is_where_it_was() -> None:
     """A newer library would lose them in silence."""
-    assert said(NAMES, "1") == "late late begin late late late create\n"
+    assert said(NAMES, "1") == "late late later begin late late late create\n"

@@ -9,7 +9,7 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerError, PeerUnreachable
 from halfmoon.schemas import subjects
 from halfmoon.schemas.roles import WorkerRole
-from halfmoon.schemas.tokens import ORDER_UNKNOWN, TakeReply, TakeRequest, TokensGiven
+from halfmoon.schemas.tokens import ORDER_UNKNOWN, DecodeGiven, TakeReply, TakeRequest, TokensGiven
 
 #: Tokens that were not given by then are asked for: a message of core NATS may be lost.
 GIVE_S = 0.25
@@ -23,16 +23,17 @@ TAKE_PAUSE_S = 0.2
 class TokenInbox:
     """Tokens for one worker. Call `open` before the first order."""
 
-    def __init__(self, bus: Bus, worker_id: str) -> None:
+    def __init__(self, bus: Bus, worker_id: str, *, needs_prompts: bool = True) -> None:
         self._bus = bus
         self._worker_id = worker_id
-        #: By frontend and order: another frontend's tokens are not for the order.
-        self._early: OrderedDict[tuple[str, str], TakeReply] = OrderedDict()
+        self._needs_prompts = needs_prompts
+        #: By frontend and order: another frontend's tokens are not for the order. None: they are to be asked for.
+        self._early: OrderedDict[tuple[str, str], TakeReply | None] = OrderedDict()
         self._awaited: dict[tuple[str, str], asyncio.Future[TakeReply | None]] = {}
 
     async def open(self) -> None:
         subject = subjects.give(self._worker_id, "*")
-        await self._bus.subscribe(subject, TokensGiven, self._on_given, author="frontend_id")
+        await self._bus.subscribe(subject, TokensGiven | DecodeGiven, self._on_given, author="frontend_id")
 
     def given(self, frontend_id: str, order_id: str, *, grammar: bool = True) -> TakeReply | None:
         """The tokens that were given ahead; once. `grammar`: also if its tokens are drawn by a grammar."""
@@ -40,16 +41,20 @@ class TokenInbox:
         reply = self._early.get(mark)
         if reply is None or (reply.sampling.grammar and not grammar):
             return None
-        return self._early.pop(mark)
+        del self._early[mark]
+        return reply
 
     async def take(
         self, frontend_id: str, request_id: str, order_id: str, role: WorkerRole
     ) -> TakeReply | None:
         """The request's tokens; None: its frontend does not answer."""
         mark = frontend_id, order_id
-        given = self.given(frontend_id, order_id) or await self._wait(mark)
+        given = self.given(frontend_id, order_id)
+        if given is None and mark not in self._early:
+            given = await self._wait(mark)
         if given is not None:
             return given
+        self._early.pop(mark, None)
         ask = TakeRequest(request_id=request_id, order_id=order_id, worker_id=self._worker_id, role=role)
         for _ in range(TAKE_TRIES):
             try:
@@ -74,13 +79,16 @@ class TokenInbox:
             timer.cancel()
             del self._awaited[mark]
 
-    def _on_given(self, message: TokensGiven) -> None:
+    def _on_given(self, message: TokensGiven | DecodeGiven) -> None:
         mark = message.frontend_id, message.order_id
+        taken: TakeReply | None = message.taken
+        if isinstance(message, DecodeGiven) and (self._needs_prompts or message.taken.sampling.reads_prompt):
+            taken = None
         awaited = self._awaited.get(mark)
         if awaited is not None:
-            _settle(awaited, message.taken)
+            _settle(awaited, taken)
             return
-        self._early[mark] = message.taken
+        self._early[mark] = taken
         while len(self._early) > EARLY_ORDERS_MAX:
             self._early.popitem(last=False)
 

@@ -111,6 +111,8 @@ class Worker(ABC):
     state: WorkerMachine
     #: Frontends give it the tokens of requests.
     takes_tokens = True
+    #: It computes with the tokens of prompts, or tells others of them.
+    needs_prompts = True
 
     def __init__(self, bus: Bus, engine: Any, store: AgentClient | None, config: WorkerConfig) -> None:
         self.bus = bus
@@ -118,7 +120,7 @@ class Worker(ABC):
         self.store = store
         self.config = config
         self.incarnation = uuid.uuid4().hex[:16]
-        self.inbox = TokenInbox(bus, config.worker_id)
+        self.inbox = TokenInbox(bus, config.worker_id, needs_prompts=self.needs_prompts)
         self.metrics = WorkerMetrics(
             self, node_id=config.node_id, model=config.layout.model, kv_blocks=config.kv_blocks
         )

@@ -195,6 +195,8 @@ async def read_body(request: web.BaseRequest, limits: HttpLimits) -> bytes:
         if request.version >= (1, 1) and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     try:
+        if request.content.is_eof():  # all of it is here: no timer
+            return await request.read()
         async with asyncio.timeout(limits.body_s):
             return await request.read()
     except web.HTTPRequestEntityTooLarge:

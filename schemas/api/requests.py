@@ -27,6 +27,7 @@ from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.structures import Structure, structure_of
 from halfmoon.schemas.api.tool_bodies import ToolCall
 from halfmoon.schemas.api.tools import ToolUse, structure_of_calls, tool_use_of
+from halfmoon.schemas.keys import pack_decoded
 from halfmoon.schemas.numbers import MS_NS
 from halfmoon.schemas.sampling import Sampling
 
@@ -49,10 +50,11 @@ class ChatRendering:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedPrompt:
-    """The source of a prompt's tokens. One of `text`, `token_ids`, `messages` is set."""
+    """The source of a prompt's tokens. One of `text`, `packed`, `messages` is set."""
 
     text: str | None = None
-    token_ids: list[int] | None = None
+    #: Token ids of the client's own, as `pack_tokens` has them.
+    packed: bytes | None = None
     messages: list[dict[str, Any]] | None = None
     #: The chat template tells of them.
     tools: list[dict[str, Any]] | None = None
@@ -166,17 +168,19 @@ def parse_completion(payload: bytes) -> ApiRequest:
     if any(isinstance(each, int) for each in more) or len(more) >= PROMPTS_MAX:
         message = f"prompt: a text, a list of token ids, or up to {PROMPTS_MAX} of these"
         raise ApiError(400, message, param="prompt", code="invalid")
-    if not isinstance(prompt, str) and not set(map(type, prompt)) <= {int}:
-        # A mixture of numbers and texts; no Python loop over tokens.
-        raise ApiError(400, "prompt: a text, or a list of token ids", param="prompt", code="invalid")
     return _ask(body, body.max_tokens, [_completed(each, body) for each in (prompt, *more)])
 
 
 def _completed(prompt: str | list[int], body: CompletionBody) -> AskedPrompt:
-    text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+    """Raises ApiError."""
+    try:  # of a mixture of numbers and texts; no Python loop over tokens
+        text, packed = (prompt, None) if isinstance(prompt, str) else (None, pack_decoded(prompt))
+    except TypeError:
+        message = "prompt: a text, or a list of token ids"
+        raise ApiError(400, message, param="prompt", code="invalid") from None
     return AskedPrompt(
         text=text,
-        token_ids=token_ids,
+        packed=packed,
         add_special_tokens=body.add_special_tokens is not False,
         truncate_tokens=body.truncate_prompt_tokens,
     )

@@ -139,7 +139,7 @@ _PROCESSES: tuple[Channel, ...] = (
         address=subjects.give("{worker_id}", "{frontend_id}"),
         summary="A frontend gives both workers of a placement the request's tokens.",
         action="send",
-        messages=(tokens.TokensGiven,),
+        messages=(tokens.TokensGiven, tokens.DecodeGiven),
     ),
     Channel(
         name="snapshots",

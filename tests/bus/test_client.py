@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -16,7 +17,7 @@ from halfmoon.bus.client import DirectClient, envelope_bytes, header, header_lin
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.bus.errors import SubjectInvalid
 from halfmoon.bus.publisher import Publisher
-from halfmoon.bus.wire import CLIENT_INBOXES, WireParser, reply_subject
+from halfmoon.bus.wire import CLIENT_INBOXES, LINE_BYTES_MAX, WireParser, reply_subject
 from halfmoon.workers.frontend.edges.nats_service import settled
 from tests.eventually import BOUND_S, eventually
 from tests.nats_in_process import in_process
@@ -243,16 +244,57 @@ def test_who_may_be_answered() -> None:
 
 
 @pytest.mark.pure
+async def test_no_message_overtakes_what_came_before_it_by_the_library_s_way() -> None:
+    heard: list[bytes] = []
+    client, reader = DirectClient(), asyncio.StreamReader()
+    client._status, client._reader = DirectClient.CONNECTED, reader
+    client._raw_handlers[1] = lambda _, __, payload, ___: heard.append(payload)
+
+    def come(word: bytes, before: bytes = b"") -> None:
+        client._feed(reader, reader.feed_data, before + b"MSG a 1 1\r\n" + word + b"\r\n")
+
+    come(b"a")
+    assert heard == [b"a"], "at once"
+    come(b"b", before=b"+OK\r\n")
+    come(b"c")
+    assert heard == [b"a"]
+    await client._ps.parse(await reader.read(1000))
+    come(b"d")
+    assert heard == [b"a", b"b", b"c", b"d"]
+    client._ps.parsing = True
+    come(b"e")
+    client._ps.parsing = False
+    assert heard[-1] == b"d"
+    await client._ps.parse(await reader.read(1000))
+    assert heard[-1] == b"e"
+    for name, other in (("_status", DirectClient.RECONNECTING), ("_reader", asyncio.StreamReader())):
+        setattr(client, name, other)
+        come(b"f")
+        assert heard[-1] == b"e", "of a connection that is gone"
+        client._status = DirectClient.CONNECTED
+        await reader.read(1000)
+
+
+@pytest.mark.pure
 async def test_the_parser_takes_what_comes_however_it_is_cut() -> None:
     """And refuses what no server sends, by a ProtocolError: then the connection is made anew."""
     taken: list[object] = []
+    at_once: list[int] = []
 
     class Taker:
+        def __init__(self, *heard: int) -> None:
+            self.hears = heard.__contains__
+
         async def _process_msg(self, *parts: object) -> None:
             taken.append(parts)
 
         async def _process_ping(self) -> None:
             taken.append("PING")
+
+        def deliver(self, sid: int, *parts: object) -> None:
+            assert self.hears(sid)
+            at_once.append(sid)
+            taken.append((sid, *parts))
 
     stream = (
         b"MSG a.b 7 2\r\nhi\r\nPING\r\nHMSG a 8 r\x0c 12 13\r\nNATS/1.0\r\n\r\nx\r\n+OK\r\nMSG a 7 0\r\n\r\n"
@@ -269,6 +311,16 @@ async def test_the_parser_takes_what_comes_however_it_is_cut() -> None:
             await parser.parse(stream[start : start + step])
         assert taken == whole
         taken.clear()
+    for step, heard in itertools.product((1, 2, 3, 7, 1000), ((), (7,), (8,), (7, 8))):
+        parser = WireParser(Taker(*heard))
+        for start in range(0, len(stream), step):
+            if rest := parser.take(stream[start : start + step]):
+                await parser.parse(rest)
+        assert taken == whole
+        # In larger pieces, what is behind a line that is no message is not.
+        assert at_once == [sid for sid in (7, 8, 7) if sid in heard] or step > 1
+        taken.clear()
+        at_once.clear()
     for line in (
         b"MSG a 1\r\n",
         b"MSG a b c d 1\r\n",
@@ -277,6 +329,9 @@ async def test_the_parser_takes_what_comes_however_it_is_cut() -> None:
         b"HMSG a 1 -1 8\r\n",
         b"PUB a 1\r\n",
         b"\r\n",
+        b"MSG " + bytes(LINE_BYTES_MAX),
     ):
+        parser = WireParser(Taker(1))
+        assert parser.take(line) == line
         with pytest.raises(ProtocolError):
-            await WireParser(Taker()).parse(line)
+            await parser.parse(line)

@@ -5,10 +5,12 @@ what is used or shadowed from today on. Why they are needed: `bus/client.py`, `b
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -28,6 +30,7 @@ NATS_CLIENT = {
     "_max_payload",
     "_pending",
     "_pending_data_size",
+    "_process_connect_init",
     "_process_err",
     "_process_info",
     "_process_msg",
@@ -40,12 +43,17 @@ NATS_CLIENT = {
     "_transport",
 }
 NATS_SUBSCRIPTION = {"_id"}
-#: Of a connection over TLS, to end it without a farewell.
-NATS_TRANSPORT = {"_io_writer"}
+#: Of a connection over TLS, to end it without a farewell; and what its data is fed to.
+NATS_TRANSPORT = {"_io_reader", "_io_writer"}
+#: What came by way of the stream, and is not read yet. `_transport` is read of the client alone.
+STREAM_READER = {"_buffer", "_transport"}
 HTTP_FILES = ("bus/edge/http_server.py",)
 #: The loop that a request is made with; the hook before the head of each answer.
 HTTP_CONNECTION = {"_loop"}
 HTTP_REQUEST = {"_prepare_hook"}
+
+
+_STREAM = asyncio.StreamReader(loop=SimpleNamespace(get_debug=lambda: False))  # type: ignore[arg-type]
 
 
 def private_names(files: tuple[str, ...]) -> set[str]:
@@ -69,6 +77,7 @@ def private_names(files: tuple[str, ...]) -> set[str]:
         pytest.param(NATS_FILES, Client(), NATS_CLIENT, id="nats-client"),
         pytest.param(NATS_FILES, Subscription(Client(), 1), NATS_SUBSCRIPTION, id="nats-subscription"),
         pytest.param(NATS_FILES, TcpTransport(), NATS_TRANSPORT, id="nats-transport"),
+        pytest.param(("bus/client.py",), _STREAM, STREAM_READER, id="stream"),
         pytest.param(HTTP_FILES, web.RequestHandler, HTTP_CONNECTION, id="http-connection"),
         pytest.param(HTTP_FILES, web.BaseRequest, HTTP_REQUEST, id="http-request"),
     ],

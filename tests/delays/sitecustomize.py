@@ -111,11 +111,21 @@ def _bus(module: ModuleType) -> None:
     module.TcpTransport.read = late
 
 
+def _client(module: ModuleType) -> None:
+    """All data of the bus is read by the transport, which is late."""
+
+    def later(_: Any) -> None:
+        pass
+
+    module.DirectClient._read_at_once = later
+
+
 #: What is done to a module once it has been executed. Nothing is imported for it: some tests look at imports.
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "asyncio.streams": _streams,
     "asyncio.tasks": _tasks,
     "concurrent.futures.thread": _executors,
+    "halfmoon.bus.client": _client,
     "nats.aio.transport": _bus,
     "threading": _threads,
 }

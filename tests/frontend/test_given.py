@@ -14,7 +14,8 @@ from halfmoon.schemas.decisions import Ordered, StartDecode, StartPrefill
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven, TokensSampled
+from halfmoon.schemas.sampling import Sampling
+from halfmoon.schemas.tokens import DecodeGiven, TakeReply, TakeRequest, TokensGiven, TokensSampled
 from halfmoon.workers import token_inbox
 from halfmoon.workers.frontend import token_exchange
 from halfmoon.workers.frontend.edges.nats_service import settled
@@ -22,6 +23,7 @@ from halfmoon.workers.token_inbox import TokenInbox
 from tests.eventually import BOUND_S, eventually
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 5}
+LONG_TOKENS = 1100
 
 
 def placement(arrived: RequestArrived, order_id: str) -> StartPrefill:
@@ -101,6 +103,48 @@ def test_keys_are_given_for_the_weights_of_the_order_and_those_that_follow_are_o
         assert arrived[0].block_keys == arrived[1].block_keys == taken[0].block_keys
         assert taken[1].block_keys == taken[2].block_keys == arrived[2].block_keys != taken[0].block_keys
         assert taken[1].root_key == taken[2].root_key != taken[0].root_key
+
+    run(scenario)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(("penalty", "named"), [(1.0, False), (1.5, False), (1.0, True)])
+def test_a_long_prompts_tokens_go_to_the_decode_worker_only_where_it_needs_them(
+    run: Any, penalty: float, named: bool
+) -> None:
+    """`named`: it names the blocks that it generates by all tokens before them."""
+    given: dict[str, TokensGiven | DecodeGiven] = {}
+
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        for worker_id in ("p1", "d1"):
+            await double.bus.subscribe(
+                subjects.give(worker_id, arrived.frontend_id),
+                TokensGiven | DecodeGiven,
+                lambda message, worker_id=worker_id: given.update({worker_id: message}),
+            )
+        await double.bus.last_seq()
+        await place(double, arrived, seq)
+        await eventually(lambda: len(given) == 2, "both are given what they need")
+        asked = await double.take(arrived, f"{seq}-0", "decode", "d1")
+        assert asked == given["p1"].taken, "who asks gets all"
+        await double.deliver(double.delivery(arrived, f"{seq}-0", 0, double.answer_ids[:5], "length"))
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        cluster.frontend.registry.exchange._prompts_to_decode = named
+        prompt = [1 + number % 50 for number in range(LONG_TOKENS)]
+        body = {"prompt": prompt, "max_tokens": 5, "repetition_penalty": penalty}
+        status, _, _ = await cluster.post("/v1/completions", body)
+        assert status == 200
+        whole = given["p1"]
+        assert unpack_tokens(whole.taken.token_ids) == prompt
+        without = msgspec.structs.replace(whole.taken, token_ids=b"")
+        needs = named or penalty != 1.0
+        assert given["d1"] == (
+            whole
+            if needs
+            else DecodeGiven(frontend_id=whole.frontend_id, order_id=whole.order_id, taken=without)
+        )
 
     run(scenario)
 
@@ -218,6 +262,45 @@ def test_a_worker_takes_what_was_given_early_or_late_and_asks_for_what_was_not(
         assert await inbox.take("f9", "r3", "3-0", "prefill") == asked
         assert order == ["given up", "asked for"]
         assert await inbox.take("nobody", "r4", "4-0", "decode") is None
+
+    run(scenario)
+
+
+@pytest.mark.pure
+def test_who_needs_a_prompts_tokens_and_is_given_none_asks_at_once(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_inbox, "GIVE_S", BOUND_S)
+    plain, penalty = TakeReply(max_tokens=1), TakeReply(sampling=Sampling(repetition_penalty=1.5))
+    whole = TakeReply(token_ids=b"\3\0\0\0", max_tokens=3)
+
+    async def scenario(cluster: Any) -> None:
+        bus = cluster.double.bus
+        await cluster.client.serve(subjects.take("f9", "*"), object, lambda _: whole)
+
+        async def took(
+            worker_id: str, inbox: TokenInbox, given: TakeReply, *, early: bool
+        ) -> TakeReply | None:
+            message = DecodeGiven(frontend_id="f9", order_id="1-0", taken=given)
+            if early:
+                await cluster.client.publish(subjects.give(worker_id, "f9"), message)
+                await eventually(lambda: inbox._early, "it came before the order")
+            taking = asyncio.create_task(inbox.take("f9", "r1", "1-0", "decode"))
+            if not early:
+                await eventually(lambda: inbox._awaited, "it waits for what is given")
+                await cluster.client.publish(subjects.give(worker_id, "f9"), message)
+            taken = await taking
+            assert not inbox._early
+            return taken
+
+        for worker_id, needs_prompts in (("d8", False), ("d9", True)):
+            inbox = TokenInbox(bus, worker_id, needs_prompts=needs_prompts)
+            await inbox.open()
+            await bus.last_seq()
+            for early in (False, True):
+                expected = whole if needs_prompts else plain
+                assert await took(worker_id, inbox, plain, early=early) == expected
+                assert await took(worker_id, inbox, penalty, early=early) == whole
 
     run(scenario)
 

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from halfmoon.schemas.keys import (
     chain_keys,
     join_keys,
+    pack_decoded,
     pack_tokens,
     root_key,
     split_keys,
+    token_array,
     unpack_last_first,
     unpack_tokens,
 )
@@ -158,11 +160,11 @@ def test_lists_and_arrays_of_any_integer_type_and_byte_order_give_the_same_bytes
     token_ids: list[int],
 ) -> None:
     expected = struct.pack(f"<{len(token_ids)}I", *token_ids)
-    assert pack_tokens(token_ids) == pack_tokens(tuple(token_ids)) == expected
+    assert pack_tokens(token_ids) == pack_tokens(tuple(token_ids)) == pack_decoded(token_ids) == expected
     for dtype in ("<u4", ">u4", "<i8", ">i8", "<u8", "<i4"):
         assert pack_tokens(np.array(token_ids, dtype=dtype)) == expected
     assert pack_tokens(np.repeat(np.array(token_ids, dtype="<i8"), 2)[::2]) == expected
-    assert unpack_tokens(expected) == token_ids
+    assert unpack_tokens(expected) == list(token_array(expected)) == token_ids
     assert list(unpack_last_first(expected)) == token_ids[::-1]
 
 
@@ -176,9 +178,16 @@ def test_what_is_no_token_id_is_refused_and_not_wrapped(bad: list[Any], make: An
         pack_tokens(make(bad))
 
 
+@pytest.mark.parametrize("bad", [bad for bad in BAD_IDS if bad != [True]], ids=str)
+def test_what_is_no_token_id_is_refused_of_a_decoded_list_too(bad: list[Any]) -> None:
+    with pytest.raises((OverflowError, TypeError)):
+        pack_decoded(bad)
+
+
 def test_packed_tokens_and_keys_of_odd_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="5 bytes"):
-        unpack_tokens(b"12345")
+    for unpack in (unpack_tokens, token_array):
+        with pytest.raises(ValueError, match="5 bytes"):
+            unpack(b"12345")
     with pytest.raises(ValueError, match="17 bytes"):
         split_keys(b"x" * 17)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 from halfmoon.schemas.decisions import Fetch, StartPrefill
@@ -60,7 +61,7 @@ def prompt(order_id: str = "1-1", cached: int = 0, **fields: Any) -> ComputeProm
     """Everything from block `cached` on."""
     starts = range(cached * BLOCK_TOKENS, len(TOKENS), BLOCK_TOKENS)
     defaults: dict[str, Any] = {
-        "token_ids": TOKENS,
+        "token_ids": array("I", TOKENS),
         "chunks": [range(start, min(start + BLOCK_TOKENS, len(TOKENS))) for start in starts],
         "prefix_blocks": cached,
         "fetched_layer": LAYERS - 1,

@@ -25,7 +25,7 @@ from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import EngineKv, TransferFailed
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.similar import SimilarReuse
-from halfmoon.schemas.tokens import Delivery, ResendReply, ResendRequest, Timing, TokensSampled
+from halfmoon.schemas.tokens import Delivery, ResendReply, ResendRequest, TakeReply, Timing, TokensSampled
 from halfmoon.workers import machines
 from halfmoon.workers.decode import deliveries, events
 from halfmoon.workers.decode.actions import (
@@ -145,10 +145,11 @@ def test_a_prefill_workers_clock_that_is_set_wrong_shows_in_no_duration(step_ns:
 # --- the whole way of a request -----------------------------------------------------------------------------
 
 
-def test_a_request_from_its_order_to_its_last_token() -> None:
+@pytest.mark.parametrize("taken", [reply(), TakeReply(sampling=reply().sampling)], ids=["all", "no prompt"])
+def test_a_request_from_its_order_to_its_last_token(taken: TakeReply) -> None:
     script = Script()
     assert script.on(events.DecodeOrdered, order=order()) == [TakeTokens("f1", "r1", "1-1")]
-    assert script.on(machines.TokensTaken, order_id="1-1", reply=reply()) == []
+    assert script.on(machines.TokensTaken, order_id="1-1", reply=taken) == []
     assert script.hear(opened("1-1", 7, 8)) == []
     assert script.hear(ready("1-1", 0)) == [copy_layers(1, ((0, 7, 0), (0, 8, 1)), tail=8)]
     assert script.hear(result("1-1", 100)) == [deliver(delivered(0, 100, timing=True))]
@@ -644,6 +645,21 @@ def test_generated_blocks_are_shared_and_free_only_then() -> None:
     )
     assert script.state.kv_blocks_used == 3
     assert script.on(events.OutputShared, order_id="1-1") == []
+    assert script.state.kv_blocks_used == 0
+
+
+def test_generated_blocks_behind_tokens_that_are_not_here_are_not_shared() -> None:
+    script = Script(layout=msgspec.structs.replace(LAYOUT, numerics="fast"))
+    taken = msgspec.structs.replace(reply(root_key=b"r" * 16, block_keys=b"k" * 16), token_ids=b"")
+    script.give(order(max_tokens=4), taken)
+    for copy in script.hear(*filled(), result("1-1")):
+        if isinstance(copy, CopyLayers):
+            script.on(events.LayersCopied, copy_id=copy.copy_id)
+    script.on(events.LeaseConfirmed, order_id="1-1", held=True)
+    script.on(events.EngineIdled)
+    said = [action for token in (101, 102, 103) for action in step(script, token)]
+    assert said
+    assert not [action for action in said if isinstance(action, ShareOutput)]
     assert script.state.kv_blocks_used == 0
 
 

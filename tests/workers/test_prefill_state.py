@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def test_an_order_takes_its_tokens_its_slots_its_turn_and_is_answered_once(scrip
         CommitPrompt(order_id="1-1", first_block=0, blocks=1)
     ]
     assert script(PromptComputed, finished_at_ns=99, after_ns=40) == [
-        DrawFirstToken(order_id="1-1", sampling=Sampling(), token_ids=TOKENS)
+        DrawFirstToken(order_id="1-1", sampling=Sampling(), token_ids=array("I", TOKENS))
     ]
     result = PrefillResult(
         order_id="1-1",

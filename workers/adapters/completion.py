@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -74,7 +75,7 @@ _decoder = msgspec.json.Decoder(_Line)
 
 
 def body_of(
-    model: str, salt: str, prompt: list[int], known: list[int], max_tokens: int, sampling: Sampling
+    model: str, salt: str, prompt: Sequence[int], known: list[int], max_tokens: int, sampling: Sampling
 ) -> dict[str, Any]:
     """The request's body. `known`: tokens of the answer that the client has already; they are part of the prompt.
 
@@ -112,7 +113,7 @@ def body_of(
 
 
 def prefill_body_of(
-    model: str, salt: str, prompt: list[int], known: list[int], sampling: Sampling
+    model: str, salt: str, prompt: Sequence[int], known: list[int], sampling: Sampling
 ) -> dict[str, Any]:
     """The request that has an engine compute the prompt and keep its KV for another one. Raises Unanswerable."""
     # Its token goes to nobody. But older releases keep KV for another engine only where the length has ended an answer,

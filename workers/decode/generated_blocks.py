@@ -23,6 +23,7 @@ def shares_generated(sequence: DecodeSequence, layout: Layout) -> bool:
         and (sequence.result is None or sequence.result.similar is None)
         and layout.block_bytes
         and sequence.root_key
+        and sequence.prompt
         and sequence.table
         and sequence.length // layout.block_tokens > len(sequence.block_keys) // KEY_BYTES
     )
@@ -33,7 +34,7 @@ def generated_blocks(sequence: DecodeSequence, layout: Layout) -> ShareOutput:
     return ShareOutput(
         order_id=sequence.order_id,
         root_key=sequence.root_key,
-        tokens=(sequence.prompt + sequence.output)[: sequence.length],
+        tokens=[*sequence.prompt, *sequence.output][: sequence.length],
         known_blocks=len(sequence.block_keys) // KEY_BYTES,
         table=list(sequence.table),
         tenant=sequence.tenant,

@@ -63,7 +63,7 @@ class Lenders:
         # All of them begin at the same block: by heads there are several, by sequence there is one.
         before = sequence.blocks_of(ends[0]).start * self.block_tokens
         pushing[sequence.order_id] = sequence
-        tokens = len(sequence.prompt) - first
+        tokens = sequence.prompt_tokens - first
         out.append(PushTail(sequence.order_id, block, first - before, tokens, ends))
 
     def held(self, sequence: DecodeSequence, worker_id: str, hold: int) -> bool:

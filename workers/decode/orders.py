@@ -236,7 +236,7 @@ class Orders:
         if sequence.slo_checked or order.placement > 1 or not order.tbt_slo_ns:
             return True
         sequence.slo_checked = True
-        context = sum(running.length for running in self.running) + len(sequence.prompt)
+        context = sum(running.length for running in self.running) + sequence.prompt_tokens
         predicted_ns = self.times.predict(len(self.running) + 1, context)
         if predicted_ns <= order.tbt_slo_ns:
             return True

@@ -8,7 +8,7 @@ import msgspec
 
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.events import RequestFinished
-from halfmoon.schemas.keys import unpack_tokens
+from halfmoon.schemas.keys import token_array, unpack_tokens
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.numbers import tbt_ns
@@ -24,8 +24,8 @@ from halfmoon.workers.sample_requests import end_ids, params_of
 _SAMPLING, _PARAMS = Sampling(), SamplingParams()
 
 
-#: Of an int in a list; of a `SampledToken`, its int and its float; and of each alternative that it names: a tuple.
-TOKEN_ID_BYTES, SAMPLED_BYTES, ALTERNATIVE_BYTES = 36, 200, 120
+#: Of an int in an array; of a `SampledToken`, its int and its float; and of each alternative that it names: a tuple.
+TOKEN_ID_BYTES, SAMPLED_BYTES, ALTERNATIVE_BYTES = 4, 200, 120
 
 
 class Stage(Enum):
@@ -47,7 +47,9 @@ class DecodeSequence:
         self.arrived_ns = now_ns
         # From the frontend.
         self.taken = False
-        self.prompt: list[int] = []
+        #: Empty where they are not needed: it has their KV.
+        self.prompt = token_array(b"")
+        self.prompt_tokens = 0
         self.block_keys = b""
         self.root_key = b""
         self.tenant = ""
@@ -96,7 +98,7 @@ class DecodeSequence:
     @property
     def length(self) -> int:
         """Tokens whose KV is in the cache once the next step's input has been written, less one."""
-        return len(self.prompt) + len(self.output) - 1
+        return self.prompt_tokens + len(self.output) - 1
 
     @property
     def host_bytes(self) -> int:
@@ -136,7 +138,8 @@ class DecodeSequence:
     def take(self, reply: TakeReply, eos_ids: frozenset[int]) -> None:
         """The frontend's answer; `eos_ids` end the text unless the request ignores them."""
         self.taken = True
-        self.prompt = unpack_tokens(reply.token_ids)
+        self.prompt = token_array(reply.token_ids)
+        self.prompt_tokens = len(self.prompt) or self.order.prompt_tokens
         self.replay = unpack_tokens(reply.output_ids)
         self.sampling = reply.sampling
         self.params = params_of(reply.sampling)
@@ -155,7 +158,7 @@ class DecodeSequence:
             queue_ns=0,
             transfer_ns=0,
             compute_ns=0,
-            cached_tokens=len(self.prompt),
+            cached_tokens=self.prompt_tokens,
             finished_at_ns=wall_ns,
         )
         self.result_ns = now_ns

@@ -57,6 +57,7 @@ class DecodeWorker(Worker):
     """See the module; every decision is in `state`."""
 
     role = "decode"
+    needs_prompts = False
     state: DecodeState
 
     def __init__(self, bus: Bus, engine: Any, store: AgentClient | None, config: WorkerConfig) -> None:

@@ -22,7 +22,7 @@ from halfmoon.schemas.api.requests import (
     plain_messages,
     special_tokens_in_chat,
 )
-from halfmoon.schemas.keys import chain_keys_packed, pack_tokens, root_key
+from halfmoon.schemas.keys import chain_keys_packed, pack_decoded, root_key
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.sampling import scored_tokens_max
 from halfmoon.schemas.similar import sketch_of
@@ -106,9 +106,9 @@ class PromptReader:
         self.check_model(ask.model)
         asked = ask.prompt
         packed = (
-            self._packed(asked.token_ids)
-            if asked.token_ids is not None
-            else pack_tokens(await self.encode(asked))
+            self._checked(asked.packed)
+            if asked.packed is not None
+            else pack_decoded(await self.encode(asked))
         )
         if asked.truncate_tokens is not None:
             packed = packed[-4 * self._kept(ask) :]
@@ -255,11 +255,10 @@ class PromptReader:
         except TextNotEncoded as problem:
             raise ApiError(400, str(problem)[:500], param="prompt", code="not_encoded") from None
 
-    def _packed(self, token_ids: list[int]) -> bytes:
+    def _checked(self, packed: bytes) -> bytes:
         """Token ids of the client's own. Raises ApiError 400 where there is none, or one outside the vocabulary."""
-        if not token_ids:
+        if not packed:
             raise _empty("prompt")
-        packed = pack_tokens(token_ids)
         largest = int(np.frombuffer(packed, "<u4").max())
         if largest >= self._tokenizer.vocab_size:
             message = f"prompt: token id {largest} is outside the vocabulary of {self._tokenizer.vocab_size}"

@@ -76,7 +76,7 @@ class RequestRegistry:
         self._incarnation = uuid.uuid4().hex[:16]
         #: By tenant and name: no tenant sees another's names, not even by one that is taken.
         self._aliases: dict[tuple[str, str], OpenRequest] = {}
-        self.exchange = TokenExchange(self)
+        self.exchange = TokenExchange(self, prompts_to_decode=layout.numerics == "fast")
         self._tasks: set[asyncio.Task[Any]] = set()
         self._empty = asyncio.Event()
         self._empty.set()

@@ -9,13 +9,22 @@ import asyncio
 import time
 from typing import Protocol
 
+import msgspec
+
 from halfmoon.bus.errors import PeerError
 from halfmoon.bus.tail import StreamTail
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.decisions import StartDecode, StartMixed, StartPrefill
 from halfmoon.schemas.roles import ROLES
-from halfmoon.schemas.tokens import ORDER_UNKNOWN, TakeReply, TakeRequest, TokensGiven, TokensSampled
+from halfmoon.schemas.tokens import (
+    ORDER_UNKNOWN,
+    DecodeGiven,
+    TakeReply,
+    TakeRequest,
+    TokensGiven,
+    TokensSampled,
+)
 from halfmoon.workers.frontend.open_request import OpenRequest, Progress, order_rank
 from halfmoon.workers.frontend.prompts import PromptReader
 from halfmoon.workers.frontend.redelivery import OpenRequests, Redelivery
@@ -23,6 +32,8 @@ from halfmoon.workers.frontend.redelivery import OpenRequests, Redelivery
 #: A worker that asks before its placement was heard here waits so long; shorter than it waits for an answer.
 _PLACED_NS_MAX = 1_500_000_000
 _PLACED_PAUSE_S = 0.02
+#: Of packed tokens: a shorter prompt's go to both workers, in one message that is written once.
+_SHORT_BYTES = 4096
 
 
 class EndingRequests(OpenRequests, Protocol):
@@ -34,10 +45,13 @@ class EndingRequests(OpenRequests, Protocol):
 
 
 class TokenExchange:
-    """One for a registry. `redelivery` asks again for what was lost on the way."""
+    """One for a registry. `redelivery` asks again for what was lost on the way. `prompts_to_decode`: decode workers
+    name the blocks that they generate by all tokens before them.
+    """
 
-    def __init__(self, requests: EndingRequests) -> None:
+    def __init__(self, requests: EndingRequests, *, prompts_to_decode: bool) -> None:
         self._requests = requests
+        self._prompts_to_decode = prompts_to_decode
         self.redelivery = Redelivery(requests, self.on_tokens)
         self._newest_rank = (-1, -1)
 
@@ -84,12 +98,23 @@ class TokenExchange:
             worker_id=decode_id,
             role="decode",
         )
-        me = self._requests.config.frontend_id
-        given = encode(TokensGiven(frontend_id=me, order_id=order.order_id, taken=request.take(ask)))
-        for worker_id in dict.fromkeys(filter(None, (prefill_id, decode_id))):
-            self._requests.bus.nc.send(subjects.give(worker_id, me), given)
+        self._give(order.order_id, request.take(ask), prefill_id, decode_id)
         if resumes:
             self._requests.metrics.resumed.inc()
+
+    def _give(self, order_id: str, taken: TakeReply, prefill_id: str, decode_id: str) -> None:
+        send, me = self._requests.bus.nc.send, self._requests.config.frontend_id
+        short = len(taken.token_ids) < _SHORT_BYTES
+        to_both = short or self._prompts_to_decode or taken.sampling.reads_prompt
+        receivers = dict.fromkeys(filter(None, (prefill_id, decode_id if to_both else "")))
+        if receivers:
+            given = encode(TokensGiven(frontend_id=me, order_id=order_id, taken=taken))
+            for worker_id in receivers:
+                send(subjects.give(worker_id, me), given)
+        if decode_id not in receivers:
+            without = msgspec.structs.replace(taken, token_ids=b"")
+            given = encode(DecodeGiven(frontend_id=me, order_id=order_id, taken=without))
+            send(subjects.give(decode_id, me), given)
 
     async def _on_take(self, ask: TakeRequest) -> TakeReply:
         """A worker asks for the tokens of an order: it gets those that a conductor named it for."""

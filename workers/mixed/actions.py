@@ -6,6 +6,8 @@ At most one RunIteration is under way: it is the compute thread's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from halfmoon.workers.decode.actions import AnswerResend, Deliver, EndSpan, Measure, Wake
@@ -21,7 +23,7 @@ class ChunkRows(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     sequence: DecodeSequence
-    token_ids: list[int]
+    token_ids: Sequence[int]
     start: int
     table: list[int]
     loads: tuple[tuple[int, int], ...] = ()

@@ -5,6 +5,7 @@ An action without such a name is done when it is begun, and its failure changes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -111,7 +112,7 @@ class ComputePrompt(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     order_id: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     #: Tokens of each chunk; together they end with the prompt's last.
     chunks: list[range]
     #: Blocks before the first chunk: they are loaded from the pool's slots.
@@ -205,7 +206,7 @@ class DrawFirstToken(msgspec.Struct, frozen=True, kw_only=True):
 
     order_id: str
     sampling: Sampling
-    token_ids: list[int]
+    token_ids: Sequence[int]
 
 
 class SendResult(msgspec.Struct, frozen=True, kw_only=True):

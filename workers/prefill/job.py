@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from halfmoon.schemas.decisions import StartPrefill
-from halfmoon.schemas.keys import common_blocks, unpack_tokens
+from halfmoon.schemas.keys import common_blocks, token_array
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import SampledToken
@@ -81,7 +81,7 @@ class Job:
         self.cancelled = False
         self.arrived_ns = at_ns
         self.reply = TakeReply()
-        self.token_ids: list[int] = []
+        self.token_ids = token_array(b"")
         #: Time of the stage's first question to the store; and whether the question is repeated after a pause.
         self.asked_ns = 0
         self.paused = False
@@ -230,7 +230,7 @@ class Job:
                     arrived_ns=self.arrived_ns,
                 )
             )
-        self.token_ids = unpack_tokens(reply.token_ids)
+        self.token_ids = token_array(reply.token_ids)
         if len(self.token_ids) != self.order.prompt_tokens:
             self.fail("the frontend's tokens are not those of the order", out, retryable=False)
         elif (most := self.rules.prompt_blocks_max) is not None and self.blocks > most:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from halfmoon.schemas.decisions import LayerStage, StartPrefill
@@ -18,13 +19,16 @@ class Prepared(Protocol):
     order: StartPrefill
     rules: JobRules
     reply: TakeReply
-    token_ids: list[int]
     slots: list[int]
     present: list[int]
     fetched_layer: int
     fetched_blocks: int
     stages: list[LayerStage]
     reference: ReferenceJob | None
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The prompt's tokens."""
 
     @property
     def prefix_blocks(self) -> int:

@@ -26,7 +26,7 @@ from halfmoon.schemas.events import Event, RequestArrived
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.status import ConductorStatus
-from halfmoon.schemas.tokens import Delivery, TakeReply, TokensGiven, TokensSampled
+from halfmoon.schemas.tokens import DecodeGiven, Delivery, TakeReply, TokensGiven, TokensSampled
 from halfmoon.schemas.view import ClusterView
 from halfmoon.workers.frontend import cluster_status
 from halfmoon.workers.frontend.config import FrontendConfig
@@ -113,7 +113,7 @@ class ScriptedBus:
         if subject == subjects.view(subjects.CONDUCTORS):
             asyncio.get_running_loop().call_soon(self._heard[reply.rpartition(".")[0]], self.view)
         elif subject == subjects.give("d1", FRONTEND):
-            self._given = decode(payload, TokensGiven).taken
+            self._given = decode(payload, TokensGiven | DecodeGiven).taken
 
     def new_inbox(self) -> str:
         return "_INBOX.x"

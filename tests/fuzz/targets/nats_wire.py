@@ -184,7 +184,7 @@ class _Process:
         before = self.invalid
         outcome = "read"
         try:
-            await client._ps.parse(lines)
+            await client._ps.parse(client._ps.take(lines))
         except Exception as problem:
             if type(problem).__name__ != "ProtocolError":
                 raise
@@ -195,7 +195,7 @@ class _Process:
         self._library._pending_size = 0
         if outcome == "read" and client._ps._message_bytes < 0 and not client._ps.buf:
             question = encode(StatusRequest())
-            await client._ps.parse(_message(GOOD, GOOD_REPLY, b"", question))
+            await client._ps.parse(client._ps.take(_message(GOOD, GOOD_REPLY, b"", question)))
             if not any(command.startswith(b"PUB " + GOOD_REPLY) for command in self._sent()):
                 raise Found("a good request is not answered")
         return outcome if self.invalid == before else f"{outcome}, refused"

@@ -8,6 +8,7 @@ declared to be JSON, which a browser does not send across origins unless it is a
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 
@@ -116,6 +117,7 @@ def _name(host: str) -> str:
     return host.rpartition(":")[0] if host.count(":") == 1 else host
 
 
+@functools.lru_cache(256)
 def _is_loopback(name: str) -> bool:
     name = name.rstrip(".")
     if name == "localhost" or name.endswith(".localhost"):

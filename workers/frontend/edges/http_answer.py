@@ -31,7 +31,7 @@ _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-co
 
 def prompts_of(ask: ApiRequest) -> Iterator[ApiRequest]:
     """Each prompt of a request as one; its own name is the first one's."""
-    yield dataclasses.replace(ask, more_prompts=())
+    yield dataclasses.replace(ask, more_prompts=()) if ask.more_prompts else ask
     for prompt in ask.more_prompts:
         yield dataclasses.replace(ask, prompt=prompt, more_prompts=(), request_id="")
 

@@ -155,7 +155,7 @@ class StageGroup:
         prompt = self._prompt
         plan = StagePlan(
             order_id=prompt.order_id,
-            token_ids=[] if place else prompt.token_ids,
+            token_ids=[] if place else list(prompt.token_ids),
             chunks=self._chunks,
             prefix_blocks=prompt.prefix_blocks,
         )
