@@ -72,9 +72,13 @@ def parsed(options: argparse.ArgumentParser, **brief: Any) -> argparse.Namespace
 
 
 def python_in(root: Path) -> str:
-    """The interpreter of a checkout's own environment; this one where it has none."""
+    """The interpreter that runs the code of a checkout: of another one, that of its own environment."""
+    if root == ROOT:
+        return sys.executable
     python = root / ".venv" / "bin" / "python"
-    return str(python) if python.exists() and root != ROOT else sys.executable
+    if not python.exists():
+        raise SystemExit(f"{root} has no environment: `make env` there")
+    return str(python)
 
 
 @contextlib.contextmanager

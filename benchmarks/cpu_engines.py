@@ -1,10 +1,11 @@
 """Our engine beside what else serves this model on a CPU, by turns in one run: time to the first token, and time of a
 decode step. Each engine is a process with one thread, all of them on one core, of which one computes at a time.
 
-Ours in exact and in fast numerics; beside it those that are named: HALFMOON_VLLM (its program, or its Python) and
-HALFMOON_TRANSFORMERS (a Python that has it), both with HALFMOON_VLLM_MODEL (a directory that tests/vllm/make_model.py
-wrote), and HALFMOON_LLAMA_CPP (a Python that has llama-cpp-python). All have the same weights; `same_tokens` counts
-which of an engine's likeliest tokens are those of ours in exact numerics and the same type: bf16 rounds differently.
+Ours in exact and in fast numerics; beside it those that are named: HALFMOON_VLLM (its program, or its Python; with
+HALFMOON_VLLM_EAGER it does not compile the model, which takes it minutes) and HALFMOON_TRANSFORMERS (a Python that has
+it), both with HALFMOON_VLLM_MODEL (a directory that tests/vllm/make_model.py wrote), and HALFMOON_LLAMA_CPP (a Python
+that has llama-cpp-python). All have the same weights; `same_tokens` counts which of an engine's likeliest tokens are
+those of ours in exact numerics and the same type: bf16 rounds differently.
 """
 
 from __future__ import annotations

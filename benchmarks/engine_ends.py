@@ -101,14 +101,15 @@ class Vllm(End):
     def __init__(self, model: str, dtype: str) -> None:
         import vllm
 
-        self.version = f"vLLM {vllm.__version__}"
+        eager = bool(os.environ.get("HALFMOON_VLLM_EAGER"))
+        self.version = f"vLLM {vllm.__version__}{', eager' * eager}"
         self._params = vllm.SamplingParams
         self._engine = vllm.LLM(
             model=model,
             dtype=dtype,
             max_model_len=TOKENS_MAX,
             max_num_seqs=BATCH_MAX,
-            enforce_eager=bool(os.environ.get("HALFMOON_VLLM_EAGER")),
+            enforce_eager=eager,
         ).llm_engine
         self._numbers = count()
         self._held: list[list[int]] = []
