@@ -19,9 +19,9 @@
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
 #   make bench-check        environment, then each of them in its short form: does it run, and pass its own checks? Measures nothing
-#   make bench-cpu-engines  environment with tools, then our engine beside vLLM, transformers and llama.cpp on a CPU, by turns, into
-#                           results/; those of them that HALFMOON_VLLM, HALFMOON_TRANSFORMERS and HALFMOON_LLAMA_CPP name
-#                           (a Python that has each; HALFMOON_VLLM_MODEL as for make test-vllm)
+#   make bench-cpu-engines  environment with tools, then our engine beside transformers, vLLM and llama.cpp on a CPU, by turns, into
+#                           results/ (HALFMOON_VLLM_MODEL as for make test-vllm; HALFMOON_VLLM names vLLM's program, HALFMOON_LLAMA_CPP
+#                           the Python that has llama-cpp-python; one that is not named is left out)
 #   make bench-dynamo       environment, then requests a second over HTTP beside NVIDIA Dynamo, by turns, into results/
 #                           (HALFMOON_DYNAMO names the Python that has it, HALFMOON_DYNAMO_MODEL the directory of a model)
 #   make bench-vllm-router  environment, then what is found in the cache behind vllm-router, by KV events and in turn, into
@@ -137,7 +137,7 @@ bench-check: $(RUN_STAMP)
 	@.ci/bench-check $(BENCH) $(COMPARISONS)
 
 bench-cpu-engines: $(DEV_STAMP)
-	$(BIN)/python benchmarks/cpu_engines.py --save cpu_engines $(ARGS)
+	HALFMOON_TRANSFORMERS=$${HALFMOON_TRANSFORMERS:-$(BIN)/python} $(BIN)/python benchmarks/cpu_engines.py --save cpu_engines $(ARGS)
 
 bench-dynamo: $(RUN_STAMP)
 	$(BIN)/python benchmarks/dynamo_edge.py --save dynamo_edge $(ARGS)
