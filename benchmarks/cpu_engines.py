@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -40,6 +41,8 @@ PEERS = {
 }
 DIRECTORY = "HALFMOON_VLLM_MODEL"
 PROMPTS, BATCHES = (512, 2000), (1, 8)
+#: A process has so long to end by itself.
+END_S = 60.0
 #: Of each sequence before a decode step.
 CONTEXT_TOKENS = 512
 
@@ -82,6 +85,7 @@ class Engine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
 
     def answer(self) -> dict[str, Any]:
@@ -99,13 +103,14 @@ class Engine:
         return self.answer()
 
     def end(self) -> None:
+        """It ends with its input; whatever of its own processes is left after that, too."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 @contextlib.contextmanager
