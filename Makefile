@@ -19,6 +19,9 @@
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
 #   make bench-check        environment, then each of them in its short form: does it run, and pass its own checks? Measures nothing
+#   make bench-cpu-engines  environment with tools, then our engine beside transformers, vLLM and llama.cpp on a CPU, by turns, into
+#                           results/ (HALFMOON_VLLM_MODEL as for make test-vllm; HALFMOON_VLLM names vLLM's program, HALFMOON_LLAMA_CPP
+#                           the Python that has llama-cpp-python; one that is not named is left out)
 #   make bench-dynamo       environment, then requests a second over HTTP beside NVIDIA Dynamo, by turns, into results/
 #                           (HALFMOON_DYNAMO names the Python that has it, HALFMOON_DYNAMO_MODEL the directory of a model)
 #   make bench-vllm-router  environment, then what is found in the cache behind vllm-router, by KV events and in turn, into
@@ -60,7 +63,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-delays test-attention test-clocks test-vllm test-vllm-tier test-vllm-fleet test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-dynamo bench-vllm-router bench-vllm-tier experiments experiments-check nightly golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-delays test-attention test-clocks test-vllm test-vllm-tier test-vllm-fleet test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-cpu-engines bench-dynamo bench-vllm-router bench-vllm-tier experiments experiments-check nightly golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -123,7 +126,7 @@ lint: $(DEV_STAMP)
 	echo "mypy --strict -p halfmoon -p benchmarks.papers"; $(BIN)/mypy -p halfmoon -p benchmarks.papers || status=1; \
 	exit $$status
 
-BENCH := attention_offloading canonical_split channels conductor_deaths conductors control_plane engine_fleet engine_tier eviction kv_reuse numerics outgrown_cache piggyback policies policy_capacity predictions pushes remote_attention replay page sessions_live similar similar_live simulation_live simulation_scale ssd stages start structured_outputs transfer
+BENCH := attention_offloading canonical_split channels conductor_deaths conductors control_plane engine_fleet engine_tier eviction generate kv_reuse numerics outgrown_cache piggyback policies policy_capacity predictions pushes remote_attention replay page sessions_live similar similar_live simulation_live simulation_scale ssd stages start structured_outputs transfer
 # These hold this checkout against another one, which `make bench` does not have.
 COMPARISONS := structure turns
 bench: $(RUN_STAMP)
@@ -132,6 +135,9 @@ bench: $(RUN_STAMP)
 
 bench-check: $(RUN_STAMP)
 	@.ci/bench-check $(BENCH) $(COMPARISONS)
+
+bench-cpu-engines: $(DEV_STAMP)
+	HALFMOON_TRANSFORMERS=$${HALFMOON_TRANSFORMERS:-$(BIN)/python} $(BIN)/python benchmarks/cpu_engines.py --save cpu_engines $(ARGS)
 
 bench-dynamo: $(RUN_STAMP)
 	$(BIN)/python benchmarks/dynamo_edge.py --save dynamo_edge $(ARGS)

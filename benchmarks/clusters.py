@@ -35,6 +35,7 @@ __all__ = [
     "parsed",
     "parser",
     "pid_of",
+    "python_in",
     "spread",
 ]
 
@@ -70,16 +71,27 @@ def parsed(options: argparse.ArgumentParser, **brief: Any) -> argparse.Namespace
     return args
 
 
+def python_in(root: Path) -> str:
+    """The interpreter that runs the code of a checkout: of another one, that of its own environment."""
+    if root == ROOT:
+        return sys.executable
+    python = root / ".venv" / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(f"{root} has no environment: `make env` there")
+    return str(python)
+
+
 @contextlib.contextmanager
-def cluster(*flags: str) -> Iterator[dict[str, Any]]:
-    """A cluster by `halfmoon up`; its addresses ("nats", "http", "directory")."""
+def cluster(*flags: str, root: Path = ROOT) -> Iterator[dict[str, Any]]:
+    """A cluster by `halfmoon up` of the checkout at `root`; its addresses ("nats", "http", "directory")."""
     name = f"bench-{uuid.uuid4().hex[:6]}"
     _ran.update(SERVING)
     with tempfile.TemporaryDirectory() as state:
         said = Path(state) / "said"
         with said.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "halfmoon.cli.main", "up", "--cluster", name, *flags],
+                [python_in(root), "-m", "halfmoon.cli.main", "up", "--cluster", name, *flags],
+                cwd=root,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -147,9 +159,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def finish(args: argparse.Namespace, result: dict[str, Any], lines: Sequence[str]) -> None:
-    """Print for a person or a program; save when asked."""
-    result = {**result, "beside": beside(*_ran)}
+def finish(
+    args: argparse.Namespace, result: dict[str, Any], lines: Sequence[str], *, also: Sequence[str] = ()
+) -> None:
+    """Print for a person or a program; save when asked. `also`: folders that ran in processes of the program's own."""
+    result = {**result, "beside": beside(*_ran, *also)}
     if args.save:
         keep(RESULTS / f"{args.save}.json", result)
     print(json.dumps(result) if args.json else "\n".join(lines))

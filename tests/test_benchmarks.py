@@ -20,6 +20,8 @@ NOT_IN_BENCH = {
     "structure": "counts what another checkout and this one are built of, of which `make bench` has one",
     "turns": "measures another checkout and this one by turns, of which `make bench` has one",
     "experiments": "`make experiments`",
+    "cpu_engines": "needs engines that are not installed here, `make bench-cpu-engines`",
+    "engine_ends": "an end of cpu_engines.py, run by the interpreter that has the engine",
     "dynamo_edge": "needs a Dynamo that is not installed here, `make bench-dynamo`",
     "vllm_router": "needs a program that is not installed here, `make bench-vllm-router`",
     "vllm_tier": "needs a vLLM that is not installed here, `make bench-vllm-tier`",
@@ -28,9 +30,9 @@ NOT_IN_BENCH = {
     "mooncake_store": "an end of transfer.py, run by the interpreter that has Mooncake's wheel",
 }
 #: What measures nothing by itself, or, as the experiments do, on no clock.
-NO_SHORT_FORM = {"experiments", "figures", "mooncake_store", "workloads"}
+NO_SHORT_FORM = {"engine_ends", "experiments", "figures", "mooncake_store", "workloads"}
 #: What runs nowhere but where somebody installed more.
-NEEDS_MORE = {"dynamo_edge", "vllm_router", "vllm_tier"}
+NEEDS_MORE = {"cpu_engines", "dynamo_edge", "vllm_router", "vllm_tier"}
 
 
 def named(variable: str) -> list[str]:
