@@ -93,7 +93,7 @@ async def test_no_block_of_the_weights_before_is_read(fleet: FakeFleet, abort: b
     await eventually(paused(fleet), "placements are paused", every_s=0.05)
     waiting_ones = loaded(fleet, number + 2)
     assert "no worker has an order" in await pausing
-    assert all(one["end"] for one in asked(fleet)), "an engine computes yet"
+    await eventually(lambda: all(one["end"] for one in asked(fleet)), "no engine computes")
     fleet.fault("let go")
     marks = {name: len(engine.asked()) for name, engine in fleet.engines.items()}
     fleet.fault("weights", version=version)
