@@ -195,6 +195,15 @@ def prediction(prefill: Candidate, tbt_ns: int) -> Prediction:
     )
 
 
+def no_worker(state: State, message: str) -> Refusal:
+    """Nobody takes a request now; somebody may by the next heartbeat."""
+    return Refusal(
+        reason="no_worker",
+        message=message,
+        retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
+    )
+
+
 def _cannot(costed: Costed) -> Refusal | None:
     """A refusal that holds under every admission mode: no worker there, too long for all, all queues full."""
     state, now_ns = costed.state, costed.now_ns
@@ -202,18 +211,14 @@ def _cannot(costed: Costed) -> Refusal | None:
     missing = [f"no {role} worker is there" for role, workers in pools.items() if not workers]
     message = missing[0] if missing else nowhere_to_hold(state)
     if message:
-        return Refusal(
-            reason="no_worker",
-            message=message,
-            retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
-        )
+        return no_worker(state, message)
     if not costed.prefills or not costed.decodes:
         return Refusal(reason="too_long", message=too_long(state, costed.request))
     if all(c.full for c in costed.prefills):
         return Refusal(
             reason="queue_full",
             message="the queue of every prefill worker is full",
-            # One place is free when the oldest order is done.
+            # One place is free when the first order is done.
             retry_after_ns=max(min(c.queue_ns // c.orders for c in costed.prefills), RETRY_NS_MIN),
         )
     if all(c.full for c in costed.decodes):

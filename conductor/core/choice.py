@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from halfmoon.conductor.core.admission import Placement, Refusal, decide, place_again
+from halfmoon.conductor.core.admission import Placement, Refusal, decide, no_worker, place_again
 from halfmoon.conductor.core.mixed_admission import decide_mixed, mixed_again
 from halfmoon.conductor.core.objectives import limit_ns, slo_ns
 from halfmoon.conductor.core.placement.costed import Costed
-from halfmoon.conductor.core.placement.waits import RETRY_NS_MIN
-from halfmoon.conductor.core.state.core_state import State
 
 
 class Choice(NamedTuple):
@@ -31,7 +29,7 @@ def choose(costed: Costed) -> Choice:
     """A placement or a refusal for a request that was never placed."""
     if not costed.state.paused:
         return _choose_now(costed)
-    paused = _paused(costed.state)
+    paused = no_worker(costed.state, "an operator has paused placements")
     return Choice(paused, wait_ns=_waits_ns(costed, paused))
 
 
@@ -44,14 +42,6 @@ def _choose_now(costed: Costed) -> Choice:
     loads = costed.state.loads
     pairs = loads.prefill.workers and loads.decode.workers
     return Choice(verdict, mixed if not verdict.mixed else pair if pairs else None)
-
-
-def _paused(state: State) -> Refusal:
-    return Refusal(
-        reason="no_worker",
-        message="an operator has paused placements",
-        retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
-    )
 
 
 def _one_of(costed: Costed, pair: Placement | Refusal, mixed: Placement | Refusal) -> Placement | Refusal:
