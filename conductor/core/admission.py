@@ -195,23 +195,22 @@ def prediction(prefill: Candidate, tbt_ns: int) -> Prediction:
     )
 
 
-def no_worker(state: State, message: str) -> Refusal:
-    """Nobody takes a request now; somebody may by the next heartbeat."""
-    return Refusal(
-        reason="no_worker",
-        message=message,
-        retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
-    )
-
-
 def _cannot(costed: Costed) -> Refusal | None:
-    """A refusal that holds under every admission mode: no worker there, too long for all, all queues full."""
+    """A refusal that holds under every admission mode: placements are paused, no worker there, too long for all, all
+    queues full.
+    """
     state, now_ns = costed.state, costed.now_ns
     pools = {"prefill": state.loads.prefill.workers, "decode": state.loads.decode.workers}
     missing = [f"no {role} worker is there" for role, workers in pools.items() if not workers]
+    if state.paused:
+        missing.insert(0, "an operator has paused placements")
     message = missing[0] if missing else nowhere_to_hold(state)
     if message:
-        return no_worker(state, message)
+        return Refusal(
+            reason="no_worker",
+            message=message,
+            retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
+        )
     if not costed.prefills or not costed.decodes:
         return Refusal(reason="too_long", message=too_long(state, costed.request))
     if all(c.full for c in costed.prefills):

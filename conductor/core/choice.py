@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from halfmoon.conductor.core.admission import Placement, Refusal, decide, no_worker, place_again
+from halfmoon.conductor.core.admission import Placement, Refusal, decide, place_again
 from halfmoon.conductor.core.mixed_admission import decide_mixed, mixed_again
 from halfmoon.conductor.core.objectives import limit_ns, slo_ns
 from halfmoon.conductor.core.placement.costed import Costed
@@ -27,15 +27,9 @@ class Choice(NamedTuple):
 
 def choose(costed: Costed) -> Choice:
     """A placement or a refusal for a request that was never placed."""
-    if not costed.state.paused:
-        return _choose_now(costed)
-    paused = no_worker(costed.state, "an operator has paused placements")
-    return Choice(paused, wait_ns=_waits_ns(costed, paused))
-
-
-def _choose_now(costed: Costed) -> Choice:
     pair = decide(costed)
-    mixed = None if costed.mixed is None else decide_mixed(costed, costed.mixed)
+    # Paused placements are refused by `decide`, for workers of all kinds.
+    mixed = None if costed.mixed is None or costed.state.paused else decide_mixed(costed, costed.mixed)
     verdict = pair if mixed is None else _one_of(costed, pair, mixed)
     if isinstance(verdict, Refusal):
         return Choice(verdict, wait_ns=_waits_ns(costed, verdict))
