@@ -175,6 +175,15 @@ def _dynamo_edge(result: Result) -> str:
     return f"{at(32)} at 32 connections, {at(1)} at one"
 
 
+def _cpu_engines(result: Result) -> str:
+    def at(dtype: str) -> str:
+        ours = next(row for row in result["rows"] if (row["engine"], row["dtype"]) == ("exact", dtype))
+        best = ours["against_best"].values()
+        return f"{dtype} " + ", ".join(f"{each['ratio']['p50']:.2f} of {each['peer']}" for each in best)
+
+    return f"{at('float32')}; {at('bfloat16')}"
+
+
 def _engine_fleet(result: Result) -> str:
     step, cpu = result["step_us"], result["cores"]["conductors"]
     return (
@@ -217,6 +226,12 @@ ROWS = (
         "requests/s over HTTP, streamed, to NVIDIA Dynamo's, neither computing, by turns: ten kinds of load",
         "dynamo_edge.json",
         _dynamo_edge,
+    ),
+    Row(
+        "exact numerics to the fastest of vLLM, transformers and llama.cpp on one core, time: first token of 512 and "
+        "of 2,000 tokens, a step of 1 and of 8 sequences",
+        "cpu_engines.json",
+        _cpu_engines,
     ),
     Row("100 engines behind adapters, a fifth of which lie", "engine_fleet.json", _engine_fleet),
     Row(
