@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from halfmoon.schemas.numbers import SECOND_NS
-
-Encryption = Literal["auto", "always", "never"]
+from halfmoon.schemas.types import Encryption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
