@@ -163,6 +163,10 @@ def _policies(result: Result) -> str:
     return f"{mean['percent']:+.1f} %, {p90['percent']:+.1f} %; {alone:.0f} %, in groups {groups:.0f} %"
 
 
+def _capacity(result: Result) -> str:
+    return ", ".join(f"{row['kind']} {row['gain_percent']:+.0f} %" for row in result["rows"])
+
+
 def _dynamo_edge(result: Result) -> str:
     def at(connections: int) -> str:
         ratios = [row["ratio"] for row in result["rows"] if row["connections"] == connections]
@@ -248,6 +252,16 @@ ROWS = (
         "ahead of it in the mean on recorded agents' sessions, alone and in groups of prefill workers",
         "policies.json",
         _policies,
+    ),
+    Row(
+        "simulated: highest speed at which 90 % hold their objectives, to that under the papers' own rule",
+        "policy_capacity.json",
+        _capacity,
+    ),
+    Row(
+        "agents' sessions in a closed loop on two real clusters: TTFT to that under the papers' rule, mean and p90",
+        "sessions_live.json",
+        lambda result: f"{result['ratio']['mean']:.2f}, {result['ratio']['p90']:.2f}",
     ),
     Row(
         "simulated: share of tokens reused, 8 workers × 3,000 blocks",

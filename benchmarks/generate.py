@@ -22,14 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.clusters import ROOT, cluster, finish, parsed, parser, python_in, spread
+from benchmarks.clusters import PATIENT, ROOT, cluster, finish, parsed, parser, python_in, spread
 from benchmarks.cpu_engines import COMPUTING, OURS, Engine
 
 TEXT = "The moon is"
 #: Of `TEXT`, which an answer confirms: the bare loop begins behind as many.
 TEXT_TOKENS = 3
-#: A slow machine refuses no request for its time.
-PATIENT = ("--ttft-slo-ms", "200000", "--tbt-slo-ms", "100000")
 
 
 def generate(python: str, directory: Path, tokens: int) -> dict[str, float]:

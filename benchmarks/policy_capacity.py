@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from clusters import finish, parsed, parser
+from policies import PROFILE, WORKERS
 
 from benchmarks.workloads import KINDS
 from halfmoon.conductor.simulation.capacity import HELD_MIN, Runs
@@ -27,8 +28,6 @@ from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.numbers import MS_NS, SECOND_NS
 from halfmoon.schemas.policy import Policy, PolicyName
 
-PROFILE = "llama3-70b-8xa800"
-WORKERS = 8
 OBJECTIVES = Objectives(ttft_ns=30 * SECOND_NS, tbt_ns=100 * MS_NS)
 POLICIES: tuple[PolicyName, ...] = ("mooncake", "halfmoon")
 #: The speed that is looked at first.

@@ -20,12 +20,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clusters import cluster, finish, parsed, parser
+from clusters import PATIENT, cluster, finish, parsed, parser
 
 from benchmarks.workloads import recorded_agents, rows
 
 POLICIES = ("halfmoon", "mooncake")
-PATIENT = ("--ttft-slo-ms", "200000", "--tbt-slo-ms", "100000")
 FLAGS = ("--prefill", "2", "--decode", "2", "--pool-mib", "1024", *PATIENT)
 SCALE = 32
 

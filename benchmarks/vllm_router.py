@@ -22,14 +22,12 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.clusters import cluster, finish, parsed, parser
+from benchmarks.clusters import PATIENT, cluster, finish, parsed, parser
 from halfmoon.bus.embedded import free_port
 
 BLOCK_TOKENS = 256
 CLUSTERS = 2
 POLICIES = ("kv_aware", "round_robin")
-#: No request is refused for its time on a slow machine.
-PATIENT = ("--ttft-slo-ms", "200000", "--tbt-slo-ms", "100000")
 START_S = 60.0
 
 

@@ -86,6 +86,7 @@ def main() -> None:
     args = parser.parse_args()
     green = True
     for _ in range(args.runs):
+        judged = beside()["commit"]  # others may follow meanwhile
         with load(args.load):
             ran = subprocess.Popen([ROOT / ".ci/run", "--clone"], stdout=subprocess.PIPE, text=True)
             assert ran.stdout is not None
@@ -95,7 +96,7 @@ def main() -> None:
                 print(line, end="", flush=True)
             status = ran.wait()
         # Of the program alone: each row names the commit that was judged.
-        now = {**beside(), "modules": digests(["tests/gate.py"])}
+        now = {**beside(), "commit": judged, "modules": digests(["tests/gate.py"])}
         row = row_of("".join(lines), now, green=status == 0, loaded=args.load)
         green = green and row["green"]
         rows = orjson.loads(KEPT.read_bytes())["rows"] if KEPT.exists() else []

@@ -61,7 +61,7 @@ def test_a_file_that_is_gone_is_found() -> None:
 
 # --- commands as the pages write them ------------------------------------------------------------------------
 
-COMMAND_LINE = re.compile(r"(?:^\$ |^    |`|\| )halfmoon ([a-z]+)\b([^`\n#]*)", re.M)
+COMMAND_LINE = re.compile(r"(?:^\$ |^    |`|\| )halfmoon ([a-z]+(?:-[a-z]+)*)\b([^`\n#]*)", re.M)
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 NAMES = [command.name for command in COMMANDS]
 

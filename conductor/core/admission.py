@@ -196,10 +196,14 @@ def prediction(prefill: Candidate, tbt_ns: int) -> Prediction:
 
 
 def _cannot(costed: Costed) -> Refusal | None:
-    """A refusal that holds under every admission mode: no worker there, too long for all, all queues full."""
+    """A refusal that holds under every admission mode: placements are paused, no worker there, too long for all, all
+    queues full.
+    """
     state, now_ns = costed.state, costed.now_ns
     pools = {"prefill": state.loads.prefill.workers, "decode": state.loads.decode.workers}
     missing = [f"no {role} worker is there" for role, workers in pools.items() if not workers]
+    if state.paused:
+        missing.insert(0, "an operator has paused placements")
     message = missing[0] if missing else nowhere_to_hold(state)
     if message:
         return Refusal(
@@ -213,7 +217,7 @@ def _cannot(costed: Costed) -> Refusal | None:
         return Refusal(
             reason="queue_full",
             message="the queue of every prefill worker is full",
-            # One place is free when the oldest order is done.
+            # One place is free when the first order is done.
             retry_after_ns=max(min(c.queue_ns // c.orders for c in costed.prefills), RETRY_NS_MIN),
         )
     if all(c.full for c in costed.decodes):

@@ -13,8 +13,6 @@ from halfmoon.conductor.core.admission import Placement, Refusal, decide, place_
 from halfmoon.conductor.core.mixed_admission import decide_mixed, mixed_again
 from halfmoon.conductor.core.objectives import limit_ns, slo_ns
 from halfmoon.conductor.core.placement.costed import Costed
-from halfmoon.conductor.core.placement.waits import RETRY_NS_MIN
-from halfmoon.conductor.core.state.core_state import State
 
 
 class Choice(NamedTuple):
@@ -29,29 +27,15 @@ class Choice(NamedTuple):
 
 def choose(costed: Costed) -> Choice:
     """A placement or a refusal for a request that was never placed."""
-    if not costed.state.paused:
-        return _choose_now(costed)
-    paused = _paused(costed.state)
-    return Choice(paused, wait_ns=_waits_ns(costed, paused))
-
-
-def _choose_now(costed: Costed) -> Choice:
     pair = decide(costed)
-    mixed = None if costed.mixed is None else decide_mixed(costed, costed.mixed)
+    # Paused placements are refused by `decide`, for workers of all kinds.
+    mixed = None if costed.mixed is None or costed.state.paused else decide_mixed(costed, costed.mixed)
     verdict = pair if mixed is None else _one_of(costed, pair, mixed)
     if isinstance(verdict, Refusal):
         return Choice(verdict, wait_ns=_waits_ns(costed, verdict))
     loads = costed.state.loads
     pairs = loads.prefill.workers and loads.decode.workers
     return Choice(verdict, mixed if not verdict.mixed else pair if pairs else None)
-
-
-def _paused(state: State) -> Refusal:
-    return Refusal(
-        reason="no_worker",
-        message="an operator has paused placements",
-        retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
-    )
 
 
 def _one_of(costed: Costed, pair: Placement | Refusal, mixed: Placement | Refusal) -> Placement | Refusal:

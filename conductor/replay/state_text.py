@@ -86,7 +86,7 @@ def _prefill(state: State) -> list[tuple[str, ...]]:
             "base",
             "a token",
             "a token²",
-            "oldest order",
+            "first order",
         )
     ]
     for worker in state.workers.values():

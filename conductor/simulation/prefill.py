@@ -1,6 +1,6 @@
 """A simulated prefill worker: the time, memory and bandwidth that `halfmoon.workers.prefill.worker` takes.
 
-One order computes at a time, in the order of arrival. The next few have their blocks held and fetched meanwhile; one
+One order computes at a time, in the order of the queue. The next few have their blocks held and fetched meanwhile; one
 whose prompt begins with blocks that an order before it fetches or is to compute waits for these.
 Loading overlaps with computing layer by layer, and so does pushing to the decode node: only the last layer's transfer
 comes after the end of computing.

@@ -11,7 +11,15 @@ from typing import Any
 
 import nats
 
-from halfmoon.schemas.events import BlocksStored, DecodeStarted, Event, WorkerJoined, WorkerLeft
+from halfmoon.schemas.events import (
+    BlocksStored,
+    DecodeStarted,
+    Event,
+    RequestArrived,
+    WorkerJoined,
+    WorkerLeft,
+)
+from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.types import KEY_BYTES
 from tests.cluster.harness import Cluster
 from tests.eventually import BOUND_S, eventually
@@ -33,11 +41,27 @@ class AdaptedFleet:
         )
 
     async def cold(self, ids: list[int], tokens: int = 4, *, blocks: int, **fields: Any) -> dict[str, Any]:
-        """Ask for what no engine has. Returns when the log knows so many of its blocks."""
+        """Ask for what no engine has. Returns when the log was told of so many blocks of the prompt at its worker.
+
+        Blocks of requests before it may be told of meanwhile, and do not count.
+        """
         after = await self.last_seq()
         said = await self.ask(ids, tokens, **fields)
         assert said["usage"]["cached_tokens"] == 0
-        await self.stored(after, said["decode_worker"], blocks)
+        at = said["decode_worker"]
+        (arrived,) = [
+            one.event
+            for one in await self.cluster.events(after)
+            if isinstance(one.event, RequestArrived) and one.event.request_id == said["id"]
+        ]
+        keys = set(split_keys(arrived.block_keys)[:blocks])
+        assert len(keys) == blocks, "the prompt has fewer"
+
+        async def all_told() -> bool:
+            stored = await self.told(after, BlocksStored, at)
+            return keys <= {key for one in stored for key in split_keys(one.block_keys)}
+
+        await eventually(all_told, f"{blocks} blocks of the prompt at {at} are told of", every_s=0.05)
         return said
 
     async def last_seq(self) -> int:

@@ -166,7 +166,7 @@ class PrefillState:
         if other is None:
             return len(self.queue)
         begun = sum(one.stage is not PrefillStage.QUEUED for one in self.queue)
-        return max(begun, self.queue.index(other)) if other in self.queue else begun
+        return max(begun, self.queue.index(other) if other in self.queue else 0)
 
     def _prepare_some(self, out: list[Action]) -> None:
         for job in self.queue[: self.prepared_max]:

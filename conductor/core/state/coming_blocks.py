@@ -1,7 +1,7 @@
 """Coming blocks: the prefixes that prefill workers will hold once all that they have accepted is computed.
 
-A worker computes its prompts in the order in which it was given them, and a prompt waits there for the blocks of one
-before it (`workers/prefill/state.py`). So to a new prompt these blocks are as good as held, at that worker alone.
+A prompt waits at its worker for the blocks of one before it in the queue (`workers/prefill/state.py`), and one that
+counts on such blocks passes none. So to a new prompt these blocks are as good as held, at that worker alone.
 
 They follow from the orders, and are in no snapshot.
 """
