@@ -2,7 +2,7 @@
 agents are sent it that do not take parts.
 
 `python benchmarks/pushes.py [--json] [--rounds N] [--tokens N,N,…]`. KV of the built-in model in float32 (30 layers,
-blocks of 256 tokens) between two processes, over shared memory, TCP, and TCP with CURVE, a layer at a time as while it
+blocks of 256 tokens) between two processes, over shared memory, TCP, and TCP with TLS, a layer at a time as while it
 is computed. Both forms of each prompt move once a round, in turn. Ratios are medians of the rounds' ratios.
 """
 

@@ -1,5 +1,5 @@
 """Measures how fast blocks move, against what the machine can do in the same run: one memcpy, a plain blocking socket,
-bare pyzmq with and without CURVE, and Mooncake's store over TCP.
+the same under TLS, and Mooncake's store over TCP.
 
 `python benchmarks/transfer.py [--json] [--rounds N] [--mooncake PYTHON]`. 64 MiB of block-layers (256 KiB each) between
 two processes, then single 4 KiB layers, for the latency. Every contender moves once a round, in turn, and
@@ -44,7 +44,7 @@ LINES = (
     ("tcp_get", "mooncake_get", "speed", ">=", 1.2),
     ("tcp_get", "mooncake_get", "cpu", "<=", 0.8),
     ("tcp_get_4kib", "mooncake_get_4kib", "time", "<=", 2.0),
-    ("curve_get", "pyzmq_curve", "speed", ">=", 0.8),
+    ("tls_get", "socket_tls", "speed", ">=", 0.8),
 )
 
 
@@ -124,8 +124,8 @@ def main() -> int:
         if mooncake is not None:
             stack.callback(mooncake.close)
         big: list[Contender] = [Memcpy(), Ours("shm"), Ours("shm", writing=True), InPlace()]
-        big += [Plain("socket"), Ours("tcp"), Plain("pyzmq"), Plain("pyzmq_curve"), Ours("curve")]
-        small: list[Contender] = [Ours(kind, small=True) for kind in ("shm", "tcp", "curve")]
+        big += [Plain("socket"), Ours("tcp"), Plain("socket_tls"), Ours("tls")]
+        small: list[Contender] = [Ours(kind, small=True) for kind in ("shm", "tcp", "tls")]
         if mooncake is not None:
             big.insert(6, MooncakeGet(mooncake, "big", TOTAL))
             small.append(MooncakeGet(mooncake, "small", 4096))

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import resource
 import socket
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import zmq
 
 from halfmoon.bus.embedded import free_port
 from halfmoon.schemas.policy import Layout
@@ -36,12 +36,12 @@ from halfmoon.store.pool.segment import Geometry, PoolView, Segment, host_id, se
 from halfmoon.store.pool.slots import Owner
 from halfmoon.store.transports.base import Call, Peer, ServedPool, Slice, Transport, moved_bytes
 from halfmoon.store.transports.shm import ShmTransport
+from halfmoon.store.transports.tcp.certificate import tls_context
 from halfmoon.store.transports.tcp.transport import TcpTransport
 
 MIB = 1024 * 1024
 TOTAL = 64 * MIB
-FRAME = MIB
-ENCRYPTION = {"shm": "never", "tcp": "never", "curve": "always"}
+ENCRYPTION = {"shm": "never", "tcp": "never", "tls": "always"}
 #: Whose order leases the blocks that are read, and whose order has reserved the slots that are written.
 READER, WRITER = Owner("o", "bench"), Owner("w", "bench")
 #: What is in the other end's slots: blocks that are read, blocks that are written, blocks of prompts that nobody else
@@ -118,36 +118,25 @@ class OtherProcess:
 
 
 class Plain:
-    """A blocking socket, or bare pyzmq with or without CURVE, into one buffer."""
+    """A blocking socket, or one of Python's under TLS, into one buffer."""
 
     size = TOTAL
 
     def __init__(self, kind: str) -> None:
         self.name = kind
         self._other = OtherProcess(kind)
-        port, key = self._other.pipe.recv()
         self._buffer = memoryview(bytearray(TOTAL))
-        self._connection: Any
-        if kind == "socket":
-            self._connection = socket.create_connection(("127.0.0.1", port))
-            return
-        self._connection = zmq.Context().socket(zmq.DEALER)
-        if key:
-            self._connection.curve_publickey, self._connection.curve_secretkey = zmq.curve_keypair()
-            self._connection.curve_serverkey = key
-        self._connection.connect(f"tcp://127.0.0.1:{port}")
+        self._connection = socket.create_connection(("127.0.0.1", self._other.pipe.recv()))
+        if kind == "socket_tls":
+            self._connection = tls_context("bench", False, ()).wrap_socket(self._connection)
 
     def go(self) -> tuple[float, float]:
         before = self._other.cpu_s()
         started = time.perf_counter()
         self._connection.send(b"go")
-        if self.name == "socket":
-            got = 0
-            while got < TOTAL:
-                got += self._connection.recv_into(self._buffer[got:])
-        else:
-            for first in range(0, TOTAL, FRAME):
-                self._connection.recv_into(self._buffer[first : first + FRAME])
+        got = 0
+        while got < TOTAL:
+            got += self._connection.recv_into(self._buffer[got:])
         seconds = time.perf_counter() - started
         return seconds, self._other.cpu_s() - before
 
@@ -176,10 +165,6 @@ class Ours:
         self._writing = use != "read"
         if self._writing:
             self._end.view.blocks[:] = noise(self._end.view.blocks.shape)
-        if self._end.tcp is not None:
-            self._end.tcp.admit(hello)
-        self._other.pipe.send(self._end.hello)
-        assert self._other.pipe.recv() == "ready"
         geometry = Geometry.of(hello.layout, hello.slots)
         self._peer = Peer(
             hello.node_id, hello.incarnation, hello.host, hello.segment, geometry, tuple(hello.endpoints)
@@ -383,7 +368,6 @@ class End:
             slots=slots,
             layout=shape,
             endpoints=self.tcp.endpoints if self.tcp else [],
-            public_key=self.tcp.public_key if self.tcp else "",
         )
 
     def reserve(self, owner: Owner, *, keyed: bool = True) -> None:
@@ -410,58 +394,24 @@ def their_side(kind: str, shape: Layout, use: Use, pipe: Connection) -> None:
         else:
             end.reserve(WRITER, keyed=use == "written")
         pipe.send(end.hello)
-        mine: Hello = pipe.recv()
-        if end.tcp is not None:
-            end.tcp.admit(mine)
-        pipe.send("ready")
         while pipe.recv() != "end":
             pipe.send(cpu_s())
         asyncio.run(end.transport.close())
         end.segment.close()
         return
-    payload = memoryview(bytearray(os.urandom(FRAME)) * (TOTAL // FRAME))
-    poller = zmq.Poller()
-    poller.register(pipe.fileno(), zmq.POLLIN)
-    answer = _serve_socket(pipe, poller) if kind == "socket" else _serve_zmq(kind, pipe, poller)
+    payload = memoryview(bytearray(os.urandom(MIB)) * (TOTAL // MIB))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send(listener.getsockname()[1])
+        peer, _ = listener.accept()
+    if kind == "socket_tls":
+        peer = tls_context("bench", True, ()).wrap_socket(peer, server_side=True)
     while True:
-        ready = dict(poller.poll())
-        if pipe.fileno() not in ready:
-            answer(payload)
-        elif pipe.recv() == "end":
-            return
-        else:
+        if peer not in multiprocessing.connection.wait([pipe, peer]):
+            if pipe.recv() == "end":
+                return
             pipe.send(cpu_s())
-
-
-def _serve_socket(pipe: Connection, poller: zmq.Poller) -> Any:
-    listener = socket.create_server(("127.0.0.1", 0))
-    pipe.send((listener.getsockname()[1], b""))
-    peer, _ = listener.accept()
-    poller.register(peer, zmq.POLLIN)
-
-    def answer(payload: memoryview) -> None:
-        if peer.recv(2):
+        elif peer.recv(2):
             peer.sendall(payload)
-        else:
-            poller.unregister(peer)
-
-    return answer
-
-
-def _serve_zmq(kind: str, pipe: Connection, poller: zmq.Poller) -> Any:
-    router: Any = zmq.Context().socket(zmq.ROUTER)
-    public, secret = zmq.curve_keypair()
-    if kind == "pyzmq_curve":
-        router.curve_server, router.curve_secretkey = True, secret
-    pipe.send((router.bind_to_random_port("tcp://127.0.0.1"), public if kind == "pyzmq_curve" else b""))
-    poller.register(router, zmq.POLLIN)
-
-    def answer(payload: memoryview) -> None:
-        identity, _ = router.recv_multipart()
-        for first in range(0, TOTAL, FRAME):
-            router.send_multipart([identity, payload[first : first + FRAME]], copy=False)
-
-    return answer
 
 
 def python_with_mooncake(named: str) -> tuple[str, str]:

@@ -3,8 +3,7 @@ secret.
 
 One directory for each container that is to see it: `nats-0`, ... (configuration and certificate of a server), and for
 each role its processes' nkeys, `ROLE/NAME.nk`, beside the authority's certificate `ca.pem` and, where blocks are named
-or moved, the cluster's `secret`. Servers hold public keys only. CURVE keys are on no disk: a store agent makes them
-when it starts and vouches for them with the cluster's secret.
+or moved, the cluster's `secret`. Servers hold public keys only.
 
 Existing files stay, so that the command may run at every start; an empty directory is a new cluster.
 """

@@ -206,11 +206,10 @@ TransportName = Literal["shm", "tcp", "rdma"]
 
 
 class Endpoint(Part, frozen=True):
-    """Where a store agent's data plane listens. `public_key` is its CURVE key (z85) for tcp, "" for shm."""
+    """Where a store agent's data plane listens; over TCP `tcp://HOST:PORT`."""
 
     transport: TransportName
     address: str
-    public_key: str = ""
     #: NUMA distance of the agent's memory to the NIC, as Linux counts: 10 is near.
     distance: Annotated[int, Meta(ge=1, le=10_000)] = 10
 

@@ -330,7 +330,7 @@ class RemoteMemory(Part, frozen=True):
 class Hello(Message, frozen=True):
     """Verb `hello`, asked and answered with the same message: an agent's identity and the ways to its memory.
 
-    `proof`: HMAC-SHA256 of the fields under the cluster's secret; without it an agent is not put on the allow list.
+    `proof`: HMAC-SHA256 of the fields under the cluster's secret; without it an agent is refused.
     """
 
     node_id: Id
@@ -341,8 +341,6 @@ class Hello(Message, frozen=True):
     slots: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     layout: Layout
     endpoints: Annotated[list[Endpoint], Meta(max_length=64)]
-    #: CURVE key (z85) under which the agent calls others.
-    public_key: str = ""
     proof: str = ""
 
 

@@ -71,3 +71,11 @@ def option(description: str, metavar: str = "", **bounds: Any) -> Meta:
     `Meta`.
     """
     return Meta(description=description, extra={"metavar": metavar} if metavar else None, **bounds)
+
+
+Encryption = Literal["auto", "always", "never"]
+#: Of store agents and of workers.
+EncryptionOption = Annotated[
+    Encryption,
+    option("of blocks and of channels over TCP; auto: between hosts. The secret is proved in any case"),
+]

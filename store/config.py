@@ -120,7 +120,6 @@ class StoreConfig(StoreOptions, frozen=True, kw_only=True):
     @property
     def tcp_options(self) -> TcpOptions:
         return TcpOptions(
-            node_id=self.node_id,
             cluster_secret=self.cluster_secret,
             bind=self.bind,
             port=self.data_port,

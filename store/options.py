@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from halfmoon.schemas.events import TransportName
-from halfmoon.schemas.types import option
+from halfmoon.schemas.types import EncryptionOption, option
 from halfmoon.store.pool.eviction import EvictionName
 
 
@@ -57,10 +57,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         option("auto: shared memory within a host, between hosts RDMA where there is some, else TCP"),
     ] = "auto"
     rdma: Annotated[str, option("RDMA port; auto, or off", "DEVICE[:PORT[:GID]]")] = "auto"
-    #: CURVE halves the speed of a link. Links are authenticated in any case.
-    encryption: Annotated[Literal["auto", "always", "never"], option("of TCP links; auto: between hosts")] = (
-        "auto"
-    )
+    encryption: EncryptionOption = "auto"
 
 
 class StoreProcessOptions(StoreOptions, frozen=True, kw_only=True):

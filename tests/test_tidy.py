@@ -98,7 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "store.transports",
         "store.transports.base",
     },
-    "store.channels": {"store.errors", "store.transports.tcp"},
+    "store.channels": {"schemas", "store.errors", "store.transports.tcp"},
     "store.tiers": {"schemas", "store.errors", "store.pool", "store.transports.base"},
     "store.locate": {"bus", "schemas"},
     "store.agent_client": {"bus", "schemas", "store.errors", "store.pool"},

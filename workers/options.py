@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from halfmoon.schemas.policy import ElasticMode
-from halfmoon.schemas.types import option
+from halfmoon.schemas.types import EncryptionOption, option
 
 #: Each group has channels of its own.
 DECODE_GROUPS_MAX = 64
@@ -91,7 +91,7 @@ class WorkerOptions(PoolOptions, frozen=True, kw_only=True):
     ] = "127.0.0.1"
     channel_port: Annotated[int, option("its port (`up`: of the first node); 0: any free one")] = 0
     channel_advertise: Annotated[str, option("address that others use, when it is not --channel-bind")] = ""
-    channel_encryption: Annotated[Literal["auto", "always", "never"], option("of it, between hosts")] = "auto"
+    encryption: EncryptionOption = "auto"
 
 
 class WorkerProcessOptions(WorkerOptions, frozen=True, kw_only=True):

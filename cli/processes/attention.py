@@ -121,7 +121,7 @@ def _channels(args: argparse.Namespace, worker_id: str, layout: Layout, **own: i
             bind=args.channel_bind,
             port=args.channel_port,
             advertise=args.channel_advertise,
-            encryption=args.channel_encryption,
+            encryption=args.encryption,
         )
     except ValueError as problem:
         raise OptionInvalid(f"--channel-{problem}") from None

@@ -63,7 +63,6 @@ class AgentContext:
             me=self.hello,
             secret=config.cluster_secret,
             timeout_s=config.control_timeout_s,
-            learnt=lambda hello: self.transports.admit(hello),
         )
         self.peers.forgotten.append(lambda node_id: self.transports.forget(node_id))
         self.orders = OrderTasks()
@@ -98,7 +97,6 @@ class AgentContext:
                 slots=config.slot_count,
                 layout=config.layout,
                 endpoints=self.transports.endpoints,
-                public_key=self.transports.public_key,
             )
             self._hello = sign(bare, config.cluster_secret)
         return self._hello

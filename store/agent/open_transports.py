@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from halfmoon.schemas.events import Endpoint, TransportName
-from halfmoon.schemas.store import Hello, QueuePair
+from halfmoon.schemas.store import QueuePair
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import TransferError, TransferRefused
 from halfmoon.store.pool.segment import host_id
@@ -96,12 +96,6 @@ class OpenTransports:
         return [at for transport in self._open.values() for at in transport.endpoints]
 
     @property
-    def public_key(self) -> str:
-        """The CURVE key under which this agent calls over TCP; "" without TCP."""
-        tcp = self._open.get("tcp")
-        return tcp.public_key if isinstance(tcp, TcpTransport) else ""
-
-    @property
     def stats(self) -> Mapping[tuple[str, str], TransferStats]:
         """By transport and direction."""
         return self._engine.stats if self._engine is not None else {}
@@ -111,11 +105,6 @@ class OpenTransports:
         assert self._engine is not None, "the transports are not open"
         self._engine.paths(peer)
         return self._engine
-
-    def admit(self, hello: Hello) -> None:
-        """A genuine hello: its agent may call over every transport."""
-        for transport in self._open.values():
-            transport.admit(hello)
 
     def forget(self, node_id: str) -> None:
         """Lets go of connections and mappings of a peer that is gone or restarted."""

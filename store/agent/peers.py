@@ -42,7 +42,7 @@ def _proof(hello: Hello, secret: str) -> str:
 
 
 class Peers:
-    """`me` makes this agent's own hello. `learnt` gets every genuine one, so that its sender is admitted."""
+    """`me` makes this agent's own hello."""
 
     def __init__(
         self,
@@ -51,13 +51,11 @@ class Peers:
         me: Callable[[], Hello],
         secret: str,
         timeout_s: float,
-        learnt: Callable[[Hello], None],
     ) -> None:
         self._bus = bus
         self._me = me
         self._secret = secret
         self._timeout_s = timeout_s
-        self._learnt = learnt
         self._known: dict[str, Peer] = {}
         self.forgotten: list[Callable[[str], None]] = []
 
@@ -95,7 +93,6 @@ class Peers:
         if known is not None and known.incarnation != peer.incarnation:
             self.forget(hello.node_id)
         self._known[hello.node_id] = peer
-        self._learnt(hello)
         return peer
 
     def forget(self, node_id: str) -> None:

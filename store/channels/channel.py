@@ -28,9 +28,8 @@ from halfmoon.store.channels.counters import MessageCounts
 from halfmoon.store.channels.header import HEADER_BYTES, SEALED_BYTES, MessageHeader, Op, pack_into
 from halfmoon.store.channels.hello import ChannelHello, compare, decode_hello, encode_hello
 from halfmoon.store.channels.inbox import GAVE_UP, REASON_BYTES_MAX, Inbox, Into
-from halfmoon.store.channels.streams import Stream
 from halfmoon.store.errors import ChannelFull, ChannelLost, ChannelRefused, ProtocolBroken
-from halfmoon.store.transports.tcp.channel import POLL_MS, ConnectionBroken
+from halfmoon.store.transports.tcp.streams import POLL_MS, ConnectionBroken, Stream
 
 
 class WorkerChannel:

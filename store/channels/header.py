@@ -17,8 +17,9 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from halfmoon.store.transports.tcp.streams import SEAL_BYTES
+
 HEADER_BYTES = 64
-SEAL_BYTES = 16
 SEALED_BYTES = HEADER_BYTES - SEAL_BYTES
 MAGIC = 0x6D68
 VERSION = 1

@@ -21,8 +21,7 @@ from halfmoon.store.channels.header import (
     unpack,
 )
 from halfmoon.store.channels.hello import HELLO_BYTES_MAX, ChannelHello
-from halfmoon.store.channels.streams import Stream
-from halfmoon.store.transports.tcp.channel import ConnectionBroken
+from halfmoon.store.transports.tcp.streams import ConnectionBroken, Stream
 
 #: Writable memory for the payload of this header, of exactly its size. Raises MessageRefused.
 Into = Callable[[MessageHeader], memoryview]

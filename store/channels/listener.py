@@ -22,7 +22,7 @@ from halfmoon.store.channels.kinds import KINDS, ChannelKind
 from halfmoon.store.channels.options import ChannelOptions
 from halfmoon.store.errors import ChannelError, ChannelLost, ChannelRefused
 from halfmoon.store.transports.tcp.admission import ADMISSION_S, Admission
-from halfmoon.store.transports.tcp.channel import ConnectionBroken
+from halfmoon.store.transports.tcp.streams import ConnectionBroken
 
 #: Channels that are open and that nobody has accepted yet.
 WAITING_MAX = 64

@@ -10,7 +10,7 @@ from halfmoon.store.channels.hello import ChannelHello
 from halfmoon.store.channels.kinds import KINDS, ChannelKind
 from halfmoon.store.channels.options import ChannelOptions
 from halfmoon.store.errors import ChannelLost, ChannelRefused
-from halfmoon.store.transports.tcp.channel import ConnectionBroken
+from halfmoon.store.transports.tcp.streams import ConnectionBroken
 
 
 def connect(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from dataclasses import dataclass, field
 
-from halfmoon.store.transports.tcp.options import Encryption
+from halfmoon.schemas.types import Encryption
 
 
 def channel_secret(cluster_secret: str) -> str:

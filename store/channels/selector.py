@@ -15,7 +15,7 @@ import select
 import time
 from typing import Protocol
 
-from halfmoon.store.transports.tcp.channel import POLL_MS
+from halfmoon.store.transports.tcp.streams import POLL_MS
 
 
 class Awaited(Protocol):

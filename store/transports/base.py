@@ -34,7 +34,6 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 
 from halfmoon.schemas.events import Endpoint, TransportName
-from halfmoon.schemas.store import Hello
 from halfmoon.store.errors import TransferError, TransferTimeout
 from halfmoon.store.pool.segment import Geometry, PoolView
 
@@ -153,9 +152,6 @@ class Transport(BlockMover, Protocol):
 
     def usable_endpoints(self, peer: Peer) -> list[Endpoint]:
         """The peer's endpoints that a call from here can use. Empty: this transport does not lead there."""
-
-    def admit(self, hello: Hello) -> None:
-        """Lets a peer call that has proved, by this hello, that it belongs to the cluster."""
 
 
 class SlotAccess(Protocol):

@@ -18,7 +18,6 @@ import numpy as np
 import xxhash
 
 from halfmoon.schemas.events import Endpoint
-from halfmoon.schemas.store import Hello
 from halfmoon.store.errors import BytesCorrupted, HolderUnreachable, TransferError
 from halfmoon.store.pool.checksums import filled
 from halfmoon.store.pool.segment import PoolView, SegmentError
@@ -78,9 +77,6 @@ class ShmTransport:
         if peer.host != self._host:
             return []
         return [at for at in peer.endpoints if at.transport == "shm"]
-
-    def admit(self, hello: Hello) -> None:
-        """Nothing to do: the kernel lets only the segment's owner map it."""
 
     async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
         await self._move(peer, items, call, reading=True)

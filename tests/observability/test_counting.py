@@ -28,7 +28,6 @@ from halfmoon.conductor.live.metrics import ConductorMetrics
 from halfmoon.schemas.events import Endpoint, StateDigested, StoreHeartbeat, StoreJoined, StoreSuspected
 from halfmoon.schemas.numbers import tbt_ns
 from halfmoon.schemas.policy import Policy
-from halfmoon.schemas.store import Hello
 from halfmoon.store.errors import HolderUnreachable
 from halfmoon.store.pool.segment import Geometry
 from halfmoon.store.transports.base import Call, Peer, Slice, TransportKind
@@ -93,8 +92,6 @@ class Failing:
 
     def usable_endpoints(self, peer: Peer) -> list[Endpoint]:
         return list(peer.endpoints)
-
-    def admit(self, hello: Hello) -> None: ...
 
     async def read(self, peer: Peer, items: list[Slice], call: Call) -> None:
         if peer.node_id != "good":

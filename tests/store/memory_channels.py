@@ -21,9 +21,8 @@ from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.hello import ChannelHello
 from halfmoon.store.channels.listener import ChannelListener
 from halfmoon.store.channels.options import ChannelOptions
-from halfmoon.store.channels.streams import SOCKET_BYTES
 from halfmoon.store.errors import ChannelError
-from halfmoon.store.transports.tcp.channel import POLL_MS, ConnectionBroken
+from halfmoon.store.transports.tcp.streams import POLL_MS, SOCKET_BYTES, ConnectionBroken
 
 KIND = "memory"
 _numbers = itertools.count(1)
@@ -101,7 +100,7 @@ class _Way:
 
 
 class MemoryStream:
-    """One end (`halfmoon.store.channels.streams.Stream`)."""
+    """One end (`halfmoon.store.transports.tcp.streams.Stream`)."""
 
     kind = KIND
     seal = None

@@ -113,7 +113,7 @@ def test_a_push_is_readable_layer_by_layer_and_committed_at_its_close(nats_url: 
 
 
 @pytest.mark.parametrize("takes_part", [True, False], ids=["", "a peer that is older"])
-@pytest.mark.parametrize("transport", ["shm", "tcp", "curve"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "tls"])
 @pytest.mark.parametrize("tokens", [2, 16 + 3, 3 * 16])
 def test_of_the_block_that_a_prompt_ends_in_its_tokens_are_pushed(
     nats_url: str, transport: str, tokens: int, takes_part: bool, monkeypatch: pytest.MonkeyPatch
@@ -126,7 +126,7 @@ def test_of_the_block_that_a_prompt_ends_in_its_tokens_are_pushed(
 
         monkeypatch.setattr(PeerService, "reserve", reserve_as_before)
     way: dict[str, Any] = {"transport": "shm" if transport == "shm" else "tcp"}
-    way["encryption"] = "always" if transport == "curve" else "never"
+    way["encryption"] = "always" if transport == "tls" else "never"
 
     async def story(here: Cluster) -> None:
         await here.agent("n1", **way)

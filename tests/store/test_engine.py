@@ -13,7 +13,6 @@ from store_harness import layout
 from transport_harness import Side, call
 
 from halfmoon.schemas.events import Endpoint
-from halfmoon.schemas.store import Hello
 from halfmoon.store.errors import HolderUnreachable, TransferError, TransferTimeout
 from halfmoon.store.pool.segment import Geometry
 from halfmoon.store.transports.base import Call, Peer, Slice
@@ -63,8 +62,6 @@ class Scripted:
 
     def usable_endpoints(self, peer: Peer) -> list[Endpoint]:
         return [at for at in peer.endpoints if at.transport == self.kind.name]
-
-    def admit(self, hello: Hello) -> None: ...
 
     async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
         address = peer.endpoints[0].address

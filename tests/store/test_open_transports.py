@@ -34,7 +34,6 @@ def test_every_transport_that_the_schema_names_is_open_or_absent_with_a_reason()
         assert names | set(opened.absent) == set(OPENERS) == set(get_args(TransportName))
         assert all(opened.absent.values())
         assert {"shm", "tcp"} <= names
-        assert opened.public_key
 
     tell(story)
 

@@ -99,7 +99,7 @@ class Readers:
         return await self.here.agent(
             node_id,
             slots=SLOTS,
-            transport="tcp" if kind == "curve" else kind,
+            transport="tcp" if kind == "tls" else kind,
             encryption=ENCRYPTION[kind],
             rdma=DEVICES[node_id != "n1"] if kind == "rdma" else "off",
             **LEASES,

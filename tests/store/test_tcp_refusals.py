@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import contextlib
+import dataclasses
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping
@@ -12,18 +13,25 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
 from store_harness import BOUND_NS, keys, until
-from transport_harness import Side, another_key, call
+from transport_harness import Side, call
 
 from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.keys import split_keys
-from halfmoon.store.errors import HolderUnreachable, TransferError, TransferRefused, TransferTimeout
+from halfmoon.store.errors import HolderUnreachable, TransferRefused, TransferTimeout
 from halfmoon.store.pool.guard import peer_writer
 from halfmoon.store.pool.slots import Owner
 from halfmoon.store.transports.base import Cancellation, Peer, Slice
 from halfmoon.store.transports.tcp import wire
-from halfmoon.store.transports.tcp.channel import CurveChannel, PlainChannel, StallTimer
+from halfmoon.store.transports.tcp.channel import StallTimer, TcpChannel
+from halfmoon.store.transports.tcp.streams import (
+    CLEAR,
+    ENCRYPTED,
+    ConnectionBroken,
+    HandshakeRefused,
+    connected,
+    shaken_hands,
+)
 from tests.eventually import BOUND_S
 
 Story = Callable[[Side, Side], Awaitable[None]]
@@ -44,7 +52,7 @@ def tell(story: Story, *, kind: str = "tcp", theirs: Mapping[str, Any] = NONE, *
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("kind", ["tcp", "curve"])
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
 def test_another_secret(kind: str) -> None:
     async def story(one: Side, two: Side) -> None:
         one.meet(two)
@@ -54,55 +62,98 @@ def test_another_secret(kind: str) -> None:
     tell(story, kind=kind, cluster_secret="another")
 
 
-def test_a_server_that_knows_the_greeting_but_not_the_secret() -> None:
+@pytest.mark.parametrize("their_secret", ["", "another"])
+def test_a_server_that_speaks_no_tls_or_under_another_secret_is_refused(their_secret: str) -> None:
     async def story(one: Side, two: Side) -> None:
         with socket.create_server(("127.0.0.1", 0)) as liar:
 
             def lie() -> None:
-                channel = PlainChannel(liar.accept()[0], frame_bytes_max=65536)
-                timer = patience()
-                channel.receive(timer)
-                challenge = wire.Challenge(nonce=secrets.token_bytes(16), proof=secrets.token_bytes(32))
-                channel.send([b"", wire.encode(challenge)], timer)
-                channel.close()
+                with liar.accept()[0] as connection, contextlib.suppress(ConnectionBroken):
+                    if their_secret:
+                        shaken_hands(connection, their_secret, patience(), server=True)
+                    else:
+                        connection.recv(4096)
+                        connection.sendall(b"rubbish" * 100)
 
             lying = asyncio.create_task(asyncio.to_thread(lie))
-            with pytest.raises(TransferRefused, match="does not know the cluster's secret"):
+            with pytest.raises(TransferRefused, match="another secret, or no TLS"):
                 await one.transport.read(elsewhere(two, liar), [Slice(0, 0, 0, 1)], call())
             await lying
+
+    tell(story, kind="tls")
+
+
+def test_two_ends_that_do_not_agree_on_encryption() -> None:
+    async def story(one: Side, two: Side) -> None:
+        for caller, called in ((one, two), (two, one)):
+            with pytest.raises(TransferRefused, match="no agreement on encryption"):
+                await caller.transport.read(called.peer, [Slice(0, 0, 0, 1)], call())
+        await until(lambda: one.counters["refused_encryption"] == two.counters["refused_encryption"] == 1)
+
+    tell(story, encryption="always", theirs={"encryption": "never"})
+
+
+@pytest.mark.parametrize(
+    ("encryption", "theirs", "kind"),
+    [("auto", "auto", "tcp"), ("auto", "always", "tls"), ("auto", "never", "tcp"), ("always", "auto", "tls")],
+)
+def test_a_link_within_a_host_is_in_the_clear_where_both_ends_may(
+    encryption: str, theirs: str, kind: str
+) -> None:
+    async def story(one: Side, two: Side) -> None:
+        stored = two.stored(1)
+        await one.transport.read(two.peer, [Slice(0, stored[0], 0, 1)], call())
+        [link] = one.tcp._idle["two"]  # type: ignore[union-attr]
+        assert link._channel._stream.kind == kind
+
+    tell(story, encryption=encryption, theirs={"encryption": theirs})
+
+
+def test_a_link_to_another_host_is_encrypted_unless_both_ends_were_told_otherwise() -> None:
+    async def story(one: Side, two: Side) -> None:
+        two.hello = msgspec.structs.replace(two.hello, host="elsewhere")
+        stored = two.stored(1)
+        await one.transport.read(two.peer, [Slice(0, stored[0], 0, 1)], call())
+        [link] = one.tcp._idle["two"]  # type: ignore[union-attr]
+        assert link._channel._stream.kind == "tls"
+
+    tell(story, encryption="auto", theirs={"encryption": "auto"})
+
+
+@pytest.mark.parametrize(("source", "taken"), [("127.0.0.1", True), ("127.0.0.2", False)])
+def test_a_caller_from_elsewhere_gets_no_link_in_the_clear(source: str, taken: bool) -> None:
+    """By its address: what it says of its host is not asked for."""
+
+    async def story(one: Side, two: Side) -> None:
+        port = int(two.hello.endpoints[0].address.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), source_address=(source, 0)) as caller:
+            refused = contextlib.nullcontext() if taken else pytest.raises(HandshakeRefused)
+            with refused:
+                shaken_hands(caller, two.config.cluster_secret, patience(), server=False, protection=CLEAR)
+        await until(lambda: two.counters["refused_encryption"] == (not taken))
+
+    tell(story, theirs={"encryption": "auto"})
+
+
+def test_a_peer_that_was_restarted_is_another() -> None:
+    async def story(one: Side, two: Side) -> None:
+        before = dataclasses.replace(two.peer, incarnation="before")
+        with pytest.raises(HolderUnreachable, match="two was restarted"):
+            await one.transport.read(before, [Slice(0, 0, 0, 1)], call())
 
     tell(story)
 
 
-def test_a_curve_key_that_is_not_on_the_allow_list() -> None:
-    async def story(one: Side, two: Side) -> None:
-        with pytest.raises(TransferRefused, match="does not allow our key"):
-            await one.transport.read(two.peer, [Slice(0, 0, 0, 1)], call())
-        assert two.counters["refused_curve_key"] >= 1
-        two.meet(one)
-        theirs = two.stored(1)
-        await one.transport.read(two.peer, [Slice(0, theirs[0], 0, 1)], call())
+def test_a_forged_header_ends_the_session() -> None:
+    async def story(raw: Raw, two: Side) -> None:
+        slot = two.reserved(1)[0]
+        _, header = raw.write(slot=slot)
+        _, refusal = await raw.ask(bytes(32), header, b"x" * 8192)
+        assert refusal.reason == "wrong mac"
+        assert not two.view.blocks.any()
+        await until(raw.channel.broken)
 
-    tell(story, kind="curve")
-
-
-def test_a_server_with_another_curve_key() -> None:
-    async def story(one: Side, two: Side) -> None:
-        one.meet(two)
-        wrong = another_key(two.peer, zmq.curve_keypair()[0].decode())
-        with pytest.raises(TransferError):
-            await one.transport.read(wrong, [Slice(0, 0, 0, 1)], call(seconds=2))
-
-    tell(story, kind="curve")
-
-
-def test_a_plain_caller_at_an_encrypted_link() -> None:
-    async def story(one: Side, two: Side) -> None:
-        with pytest.raises(TransferError):
-            await one.transport.read(another_key(two.peer, ""), [Slice(0, 0, 0, 1)], call(seconds=2))
-        assert not two.counters["tcp_read_bytes"]
-
-    tell(story, kind="curve", encryption="never")
+    raw_story(story)
 
 
 def test_reads_without_a_lease_and_writes_without_a_reservation() -> None:
@@ -134,47 +185,34 @@ class Raw:
 
     def __init__(self, two: Side) -> None:
         self._two = two
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        endpoint = two.hello.endpoints[0]
-        self.channel: PlainChannel | CurveChannel
-        if not endpoint.public_key:
-            self.channel = PlainChannel.connect(
-                endpoint.address, patience(), frame_bytes_max=1 << 20, timeout_s=BOUND_S
-            )
-        else:
-            keys = zmq.curve_keypair()
-            two.tcp.admit(msgspec.structs.replace(two.hello, public_key=keys[0].decode()))  # type: ignore[union-attr]
-            self.channel = CurveChannel(
-                self._context,
-                endpoint.address,
-                peer="two",
-                server_key=endpoint.public_key,
-                keys=keys,
-                frame_bytes_max=1 << 20,
-            )
-            self.channel.handshake(patience())
-        self.session: wire.Session | None = None
-
-    async def enter(self) -> None:
-        nonce, secret = secrets.token_bytes(16), self._two.config.cluster_secret
-        _, challenge = await self.ask(b"", wire.encode(wire.Greeting(nonce=nonce)))
-        nonces = nonce + challenge.nonce
-        answer = wire.Answer(node_id="raw", proof=wire.proof(secret, "client", nonces, "raw"))
-        await self.ask(b"", wire.encode(answer))
-        self.session = wire.Session(wire.proof(secret, "session", nonces), "client")
+        address = two.hello.endpoints[0].address
+        self.socket = connected(address, BOUND_S)
+        stream = shaken_hands(
+            self.socket,
+            two.config.cluster_secret,
+            patience(),
+            server=False,
+            protection=CLEAR if two.config.encryption == "never" else ENCRYPTED,
+        )
+        self.channel = TcpChannel(stream, frame_bytes_max=1 << 20)
+        self.key = stream.key
+        self.session = wire.Session(stream.key, "client")
+        assert isinstance(self._answer()[1], wire.Welcome)
 
     async def ask(self, *frames: bytes) -> tuple[bytes, Any]:
         return await asyncio.to_thread(self._ask, frames)
 
     def _ask(self, frames: tuple[bytes, ...]) -> tuple[bytes, Any]:
         self.channel.send(frames, patience())
+        return self._answer()
+
+    def _answer(self) -> tuple[bytes, Any]:
         self.channel.receive(patience())
         return self.channel.small(), wire.decode(self.channel.small())
 
     def write(
         self, *, slot: int, layers: int = 1, sums: list[int] | None = None, fill: int = 0
     ) -> tuple[bytes, bytes]:
-        assert self.session is not None
         runs = [wire.Run(slot, 0, layers, fill)]
         return self.session.seal(
             wire.Write(order_id="o", party="w", runs=runs, sums=[0] * layers if sums is None else sums)
@@ -182,7 +220,6 @@ class Raw:
 
     def close(self) -> None:
         self.channel.close()
-        self._context.destroy(linger=0)
 
 
 def raw_story(
@@ -198,27 +235,35 @@ def raw_story(
     tell(run, kind=kind, theirs=theirs)
 
 
-@pytest.mark.parametrize("kind", ["tcp", "curve"])
-def test_frames_before_authentication(kind: str) -> None:
-    async def story(raw: Raw, two: Side) -> None:
+def test_frames_before_the_secret_is_proved_end_the_connection_and_are_counted() -> None:
+    async def story(one: Side, two: Side) -> None:
         slot = two.reserved(1)[0]
         header = wire.encode(
             wire.Write(order_id="o", party="w", runs=[wire.Run(slot, 0, 1)], sums=[0], number=1)
         )
-        for frames in ((b"", header, b"x" * 8192), (b"\0" * 32, header), (b"", b"rubbish"), (b"",)):
-            _, refusal = await raw.ask(*frames)
-            assert isinstance(refusal, wire.RefusalFrame)
-        assert two.counters["refused_unauthenticated"] == 2
-        assert two.counters["refused_malformed"] == 2
+        sizes = struct.pack("<4I", 3, 0, len(header), 8192)
+        for sent in (sizes + header + b"x" * 8192, b"rubbish" * 100):
+            said = await asyncio.to_thread(all_that_is_answered, two, sent)
+            assert len(said) < 64  # an alert of TLS
+        assert dict(two.counters) == {"refused_wrong_secret": 2}
         assert not two.view.blocks.any()
 
-    raw_story(story, kind=kind)
+    tell(story)
 
 
-@pytest.mark.parametrize("kind", ["tcp", "curve"])
+def all_that_is_answered(two: Side, sent: bytes) -> bytes:
+    """By the port, to a stranger, until it hangs up."""
+    said = b""
+    with connected(two.hello.endpoints[0].address, BOUND_S) as stranger, contextlib.suppress(ConnectionError):
+        stranger.sendall(sent)
+        while some := stranger.recv(4096):
+            said += some
+    return said
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
 def test_wrong_sizes_and_wrong_sums(kind: str) -> None:
     async def story(raw: Raw, two: Side) -> None:
-        await raw.enter()
         slot = two.reserved(1)[0]
         good = b"x" * 8192
         for payload in ([b"x" * 8191], [b"x" * 8193], [], [good, good]):
@@ -239,10 +284,9 @@ def test_wrong_sizes_and_wrong_sums(kind: str) -> None:
     raw_story(story, kind=kind)
 
 
-@pytest.mark.parametrize("kind", ["tcp", "curve"])
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
 def test_parts_of_blocks_that_lie(kind: str) -> None:
     async def story(raw: Raw, two: Side) -> None:
-        await raw.enter()
         slot = two.reserved(1)[0]
         two.view.blocks[slot] = 7
         for fill in (4097, 2**62, -1):
@@ -254,7 +298,6 @@ def test_parts_of_blocks_that_lie(kind: str) -> None:
         await raw.ask(*raw.write(slot=slot, fill=16), b"x" * 32)
         assert two.counters["refused_corrupted"] == 1
         assert (two.view.blocks[slot] == 7).all()
-        assert raw.session is not None
         _, refusal = await raw.ask(
             *raw.session.seal(wire.Read(order_id="o", runs=[wire.Run(slot, 0, 1, 16)]))
         )
@@ -263,7 +306,7 @@ def test_parts_of_blocks_that_lie(kind: str) -> None:
     raw_story(story, kind=kind)
 
 
-@pytest.mark.parametrize("kind", ["tcp", "curve"])
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
 def test_a_block_with_a_key_is_written_whole(kind: str) -> None:
     """Else what another request left in its slot would be committed with it."""
 
@@ -279,18 +322,16 @@ def test_a_block_with_a_key_is_written_whole(kind: str) -> None:
     tell(story, kind=kind)
 
 
-@pytest.mark.parametrize("kind", ["tcp", "curve"])
-def test_a_replayed_or_forged_header_ends_the_session(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_a_replayed_header_ends_the_session(kind: str) -> None:
     async def story(raw: Raw, two: Side) -> None:
-        await raw.enter()
         slot = two.reserved(1)[0]
         sealed = raw.write(slot=slot)
         await raw.ask(*sealed, b"x" * 8192)
         _, refusal = await raw.ask(*sealed, b"y" * 8192)
         assert isinstance(refusal, wire.RefusalFrame)
         assert two.view.blocks[slot, 0, 0] != ord("y")
-        _, refusal = await raw.ask(*raw.write(slot=slot), b"z" * 8192)
-        assert refusal.reason == "authenticate first"
+        await until(raw.channel.broken)
 
     raw_story(story, kind=kind)
 
@@ -305,28 +346,21 @@ def test_a_replayed_or_forged_header_ends_the_session(kind: str) -> None:
     ],
 )
 def test_bytes_that_are_no_message_end_the_connection_and_are_counted(sent: bytes, counted: str) -> None:
-    async def story(one: Side, two: Side) -> None:
-        one.meet(two)
-        host, _, port = two.hello.endpoints[0].address.removeprefix("tcp://").rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=BOUND_S) as stranger:
-            stranger.sendall(sent)
-            stranger.shutdown(socket.SHUT_WR)
-            assert await asyncio.to_thread(stranger.recv, 1) == b""
-        assert dict(two.counters) == {f"refused_{counted}": 1}
-        theirs = two.stored(1)
-        await one.transport.read(two.peer, [Slice(0, theirs[0], 0, 1)], call())
+    async def story(raw: Raw, two: Side) -> None:
+        raw.socket.sendall(sent)
+        raw.socket.shutdown(socket.SHUT_WR)
+        await until(raw.channel.broken)
+        await until(lambda: dict(two.counters) == {f"refused_{counted}": 1})
 
-    tell(story)
+    raw_story(story)
 
 
 def test_a_writer_that_stops_in_the_middle_of_a_frame_frees_the_slot() -> None:
     async def story(raw: Raw, two: Side) -> None:
-        await raw.enter()
         slot = two.reserved(1)[0]
         mac, header = raw.write(slot=slot)
         prefix = struct.pack("<IIII", 3, len(mac), len(header), 8192)
-        assert isinstance(raw.channel, PlainChannel)
-        raw.channel.socket.sendall(prefix + mac + header + b"x" * 8191)
+        raw.socket.sendall(prefix + mac + header + b"x" * 8191)
         await until(raw.channel.broken)  # after stall_ns_max
         assert two.counters["tcp_written_bytes"] == 0
         two.guard.release(Owner("o", "w"))

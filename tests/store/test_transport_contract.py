@@ -1,4 +1,4 @@
-"""The contract of a transport, for each one of the agent's list (`open_transports.OPENERS`), TCP also with CURVE."""
+"""The contract of a transport, for each one of the agent's list (`open_transports.OPENERS`), TCP also with TLS."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tell(kind: str, story: Story, *, shape: Layout | None = None, slots: int = 1
 
 def test_it_describes_itself(kind: str) -> None:
     async def story(one: Side, two: Side) -> None:
-        name = "tcp" if kind == "curve" else kind
+        name = "tcp" if kind == "tls" else kind
         assert one.transport.kind.name == name
         assert {at.transport for at in one.transport.endpoints} == {name}
         mine = tuple(two.transport.endpoints)

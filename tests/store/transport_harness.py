@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
 import numpy as np
 from store_harness import BOUND_NS, SECRET, keys, layout
 
@@ -39,14 +38,14 @@ from tests.guardian import cluster_name
 #: The guest of `make test-rdma` says which devices it has, one for each end.
 DEVICES = os.environ.get("HALFMOON_RDMA_DEVICES", "").split()
 #: Each transport of the list, and TCP once more with encryption.
-KINDS = (*(name for name in OPENERS if name != "rdma" or DEVICES), "curve")
+KINDS = (*(name for name in OPENERS if name != "rdma" or DEVICES), "tls")
 #: Of an end's executor.
 THREADS = 2
-ENCRYPTION = {"shm": "auto", "tcp": "never", "curve": "always", "rdma": "auto"}
+ENCRYPTION = {"shm": "auto", "tcp": "never", "tls": "always", "rdma": "auto"}
 
 
 class Side:
-    """One end. `kind`: a transport of the list (tcp: HMAC), or curve."""
+    """One end. `kind`: a transport of the list (tcp: in the clear), or tls."""
 
     def __init__(
         self, kind: str, node_id: str, *, shape: Layout | None = None, slots: int = 16, **changes: Any
@@ -88,7 +87,7 @@ class Side:
             executor=self.executor,
             exchange=self.exchange,
         )
-        self.transport = OPENERS["tcp" if kind == "curve" else kind](self.site)
+        self.transport = OPENERS["tcp" if kind == "tls" else kind](self.site)
         self.tcp = self.transport if isinstance(self.transport, TcpTransport) else None
         self.rdma = self.transport if isinstance(self.transport, RdmaTransport) else None
         self.hello = Hello(
@@ -99,7 +98,6 @@ class Side:
             slots=slots,
             layout=self.config.layout,
             endpoints=list(self.transport.endpoints),
-            public_key=self.tcp.public_key if self.tcp else "",
         )
 
     @property
@@ -115,7 +113,6 @@ class Side:
     def meet(self, other: Side) -> None:
         for one, two in ((self, other), (other, self)):
             one.others[two.config.node_id] = two
-            one.transport.admit(two.hello)
 
     async def exchange(self, node_id: str, offer: QueuePair) -> QueuePair:
         """As over the bus: encoded, and nobody answers for an agent that is gone."""
@@ -157,9 +154,3 @@ def noise(shape: tuple[int, ...], seed: int) -> Any:
 
 def call(*, order_id: str = "o", party: str = "w", seconds: float = BOUND_S, verify: bool = False) -> Call:
     return Call(order_id, party, time.monotonic_ns() + int(seconds * 1e9), verify)
-
-
-def another_key(peer: Peer, public_key: str) -> Peer:
-    """The peer with another CURVE key in its endpoints."""
-    endpoints = tuple(msgspec.structs.replace(at, public_key=public_key) for at in peer.endpoints)
-    return Peer(peer.node_id, peer.incarnation, peer.host, peer.segment, peer.geometry, endpoints)

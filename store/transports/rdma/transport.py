@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from halfmoon.schemas.events import Endpoint
-from halfmoon.schemas.store import Hello, QueuePair, RemoteMemory
+from halfmoon.schemas.store import QueuePair, RemoteMemory
 from halfmoon.store.errors import HolderUnreachable, TransferError, TransferRefused, TransferTimeout
 from halfmoon.store.pool.checksums import run_sums
 from halfmoon.store.transports.base import (
@@ -138,9 +138,6 @@ class RdmaTransport:
 
     def usable_endpoints(self, peer: Peer) -> list[Endpoint]:
         return [at for at in peer.endpoints if at.transport == "rdma"]
-
-    def admit(self, hello: Hello) -> None:
-        """Nothing to do: each queue pair is offered, proved and verified by itself."""
 
     def forget(self, node_id: str) -> None:
         """Its idle pairs go now, the others at the end of their move."""

@@ -9,7 +9,6 @@ after
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import deque
 from collections.abc import Sequence
 
@@ -18,7 +17,7 @@ from halfmoon.store.pool.checksums import row_sums, run_bytes, run_sums
 from halfmoon.store.pool.segment import PoolView
 from halfmoon.store.transports.base import Call, Peer, Run, Slice
 from halfmoon.store.transports.tcp import wire
-from halfmoon.store.transports.tcp.channel import FrameMissing, PlainChannel, StallTimer, TcpChannel
+from halfmoon.store.transports.tcp.channel import FrameMissing, StallTimer, TcpChannel
 
 UNDER_WAY = 4
 WAKE_S = 0.05
@@ -27,12 +26,14 @@ WAKE_S = 0.05
 class TcpLink:
     """Raises TransferErrors, and ConnectionBroken."""
 
-    def __init__(self, channel: TcpChannel, view: PoolView, peer: Peer, address: str) -> None:
+    def __init__(
+        self, channel: TcpChannel, session: wire.Session, view: PoolView, peer: Peer, address: str
+    ) -> None:
         self.peer = peer
         self.address = address
         self._channel = channel
         self._view = view
-        self._session: wire.Session | None = None
+        self._session = session
 
     def close(self) -> None:
         self._channel.close()
@@ -41,19 +42,8 @@ class TcpLink:
         """True: the connection of an idle link has ended meanwhile."""
         return self._channel.broken()
 
-    def authenticate(self, node_id: str, secret: str, timer: StallTimer) -> None:
-        """Both ends prove that they know the secret. Raises TransferRefused when either does not."""
-        greeting = wire.Greeting(nonce=secrets.token_bytes(wire.NONCE_BYTES))
-        self._channel.send([b"", wire.encode(greeting)], timer)
-        challenge = self._answer(timer)
-        if not isinstance(challenge, wire.Challenge):
-            raise TransferRefused(f"{self.peer.node_id} answers a greeting with {type(challenge).__name__}")
-        proved = wire.answer(secret, greeting, challenge, node_id)
-        if proved is None:
-            raise TransferRefused(f"{self.peer.node_id} does not know the cluster's secret")
-        key, answer = proved
-        self._channel.send([b"", wire.encode(answer)], timer)
-        self._session = wire.Session(key, "client")
+    def enter(self, timer: StallTimer) -> None:
+        """Hears the server's first message. Raises HolderUnreachable: it is another than was meant."""
         welcome = self._answer(timer)
         if not isinstance(welcome, wire.Welcome) or welcome.incarnation != self.peer.incarnation:
             raise HolderUnreachable(f"{self.peer.node_id} was restarted")
@@ -61,8 +51,7 @@ class TcpLink:
     # --- moves, blocking ------------------------------------------------------------------------------------
 
     def read(self, items: Sequence[Slice], call: Call, timer: StallTimer) -> None:
-        at_once = wire.STREAM_BYTES if isinstance(self._channel, PlainChannel) else wire.MESSAGE_BYTES
-        messages = wire.split(items, self._view.geometry.layer_block_bytes, at_once)
+        messages = wire.split(items, self._view.geometry.layer_block_bytes, wire.STREAM_BYTES)
         waiting: deque[list[Slice]] = deque()
         while True:
             while len(waiting) < UNDER_WAY and (message := next(messages, None)) is not None:
@@ -86,13 +75,9 @@ class TcpLink:
 
     # --- a small move, on the event loop --------------------------------------------------------------------
 
-    def can_exchange(self) -> bool:
-        return isinstance(self._channel, PlainChannel)
-
     async def exchange(self, message: list[Slice], call: Call, timer: StallTimer, *, reading: bool) -> None:
         """One message there and its answer back, both of a few KiB: nothing here waits but for the answer."""
         channel = self._channel
-        assert isinstance(channel, PlainChannel)
         if reading:
             self._send(_read(message, call), timer)
         else:
@@ -133,7 +118,6 @@ class TcpLink:
                 )
 
     def _send(self, header: wire.AnyFrame, timer: StallTimer, payload: Sequence[memoryview] = ()) -> None:
-        assert self._session is not None
         self._channel.send([*self._session.seal(header), *payload], timer)
 
     def _answer(self, timer: StallTimer) -> wire.AnyFrame:
@@ -142,18 +126,16 @@ class TcpLink:
         self._channel.receive(timer)
         try:
             mac, raw = self._channel.small(), self._channel.small()
-            header = self._session.open(mac, raw) if self._session and mac else wire.decode(raw)
+            header = self._session.open(mac, raw)
         except (FrameMissing, wire.FrameInvalid) as problem:
             raise TransferRefused(f"{self.peer.node_id}: {problem}") from None
         if isinstance(header, wire.RefusalFrame):
             kind: type[TransferError] = BytesCorrupted if header.kind == "corrupted" else TransferRefused
             raise kind(f"{self.peer.node_id}: {header.reason}")
-        if self._session and not mac:
-            raise TransferRefused(f"{self.peer.node_id} answers without a mac")
         return header
 
 
-async def _readable(channel: PlainChannel, seconds: float) -> None:
+async def _readable(channel: TcpChannel, seconds: float) -> None:
     """Returns when something came, or after `seconds`."""
     loop = asyncio.get_running_loop()
     came = loop.create_future()
@@ -163,11 +145,12 @@ async def _readable(channel: PlainChannel, seconds: float) -> None:
             came.set_result(None)
 
     timer = loop.call_later(seconds, wake)
-    loop.add_reader(channel.socket, wake)
+    number = channel.fileno()
+    loop.add_reader(number, wake)
     try:
         await came
     finally:
-        loop.remove_reader(channel.socket)
+        loop.remove_reader(number)
         timer.cancel()
 
 

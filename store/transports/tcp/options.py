@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from halfmoon.schemas.numbers import SECOND_NS
-
-Encryption = Literal["auto", "always", "never"]
+from halfmoon.schemas.types import Encryption
+from halfmoon.store.transports.tcp.streams import CLEAR, ENCRYPTED, Protection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpOptions:
     """Where to listen, and how links are protected. The fields are those of `StoreConfig`."""
 
-    node_id: str
     cluster_secret: str
     #: Addresses to listen on, separated by commas.
     bind: str = "127.0.0.1"
@@ -27,3 +26,9 @@ class TcpOptions:
     stall_ns_max: int = 3 * SECOND_NS
     #: One message of a peer takes no longer, however often a byte of it comes.
     transfer_ns_max: int = 20 * SECOND_NS
+
+    def protection(self, *, same_host: bool) -> Sequence[Protection]:
+        """Ways that a link may take, best first."""
+        if self.encryption == "auto" and same_host:
+            return (*CLEAR, *ENCRYPTED)
+        return CLEAR if self.encryption == "never" else ENCRYPTED

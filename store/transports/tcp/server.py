@@ -1,7 +1,7 @@
-"""The receiving end of plain TCP links: a thread for each connection.
+"""The receiving end of TCP links: a thread for each connection.
 
-A caller has `ADMISSION_S` to prove that it knows the secret, may send very little before, and is one of a few at a time
-(`admission`). Encrypted links have a server of their own (`curve`).
+A caller has `ADMISSION_S` to prove by TLS that it knows the secret, and is one of a few at a time (`admission`).
+Nothing else that it sends is looked at before.
 """
 
 from __future__ import annotations
@@ -13,29 +13,28 @@ import time
 
 from halfmoon.store.pool.segment import PoolView
 from halfmoon.store.transports.tcp.admission import ADMISSION_S, STRANGERS_MAX, Admission
-from halfmoon.store.transports.tcp.channel import ConnectionBroken, PlainChannel
-from halfmoon.store.transports.tcp.service import Caller, TcpService
-from halfmoon.store.transports.tcp.wire import frame_bytes_max
+from halfmoon.store.transports.tcp.channel import TcpChannel
+from halfmoon.store.transports.tcp.options import TcpOptions
+from halfmoon.store.transports.tcp.service import TcpService
+from halfmoon.store.transports.tcp.streams import ConnectionBroken, shaken_hands
+from halfmoon.store.transports.tcp.wire import Session, frame_bytes_max
 
 SESSIONS_MAX = 1024
 #: A host that vanishes closes nothing: the kernel asks after a minute of silence, then every ten seconds.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 
 
-class PlainServer:
-    """Callers of plain links, each in a thread of its own: bytes of a socket go straight into the slots."""
+class TcpServer:
+    """Callers of links, each in a thread of its own: bytes of a socket go straight into the slots."""
 
-    def __init__(
-        self, view: PoolView, service: TcpService, *, stall_ns_max: int, message_ns_max: int
-    ) -> None:
+    def __init__(self, view: PoolView, service: TcpService, options: TcpOptions) -> None:
         self._view = view
         self._service = service
-        self._stall_ns_max = stall_ns_max
-        self._message_ns_max = message_ns_max
+        self._options = options
         self._accepting: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
-        self._connections: dict[PlainChannel, threading.Thread] = {}
-        self._admission: Admission[PlainChannel] = Admission()
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._admission: Admission[socket.socket] = Admission()
         self._closed = False
 
     def listen(self, host: str, port: int) -> str:
@@ -65,8 +64,8 @@ class PlainServer:
             listener.close()
         with self._lock:
             threads = list(self._connections.values())
-            for channel in self._connections:
-                _end(channel)
+            for connection in self._connections:
+                _end(connection)
         for thread in threads:
             thread.join()
 
@@ -87,64 +86,61 @@ class PlainServer:
 
     def _take(self, connection: socket.socket, address: str) -> None:
         """Begins to serve a stranger. Raises OSError, RuntimeError."""
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        channel = PlainChannel(connection, frame_bytes_max=frame_bytes_max(self._view), stranger=True)
-        thread = threading.Thread(target=self._serve, args=(channel, address), name="store-tcp", daemon=True)
+        thread = threading.Thread(target=self._serve, args=(connection,), name="store-tcp", daemon=True)
         with self._lock:
             if self._closed or len(self._connections) >= SESSIONS_MAX + STRANGERS_MAX:
                 raise ConnectionRefusedError("too many connections")
-            self._connections[channel] = thread
-            self._enter(channel, address)
+            self._connections[connection] = thread
+            gone = self._admission.enter(connection, address)
+            if gone is not None:
+                self._service.count("refused_stranger")
+                _end(gone)
             try:
                 thread.start()
             except RuntimeError:
-                self._forget(channel)
+                self._forget(connection)
                 raise
 
-    def _enter(self, channel: PlainChannel, address: str) -> None:
-        """It is a stranger, for which another one may have to go."""
-        gone = self._admission.enter(channel, address)
-        if gone is not None:
-            self._service.count("refused_stranger")
-            _end(gone)
+    def _forget(self, connection: socket.socket) -> None:
+        self._admission.leave(connection)
+        del self._connections[connection]
 
-    def _forget(self, channel: PlainChannel) -> None:
-        self._admission.leave(channel)
-        del self._connections[channel]
-
-    def _serve(self, channel: PlainChannel, address: str) -> None:
-        caller = Caller()
-        waiting = _Waiting(self)
-        known = False
+    def _serve(self, connection: socket.socket) -> None:
+        waiting, options = _Waiting(self), self._options
         try:
-            while True:
+            # By its address: what it says of its host is not asked for.
+            same_host = connection.getpeername()[0] == connection.getsockname()[0]
+            stream = shaken_hands(
+                connection,
+                options.cluster_secret,
+                waiting,
+                server=True,
+                protection=options.protection(same_host=same_host),
+            )
+            with self._lock:
+                self._admission.leave(connection)
+            channel = TcpChannel(stream, frame_bytes_max=frame_bytes_max(self._view))
+            session = Session(stream.key, "server")
+            channel.send(self._service.welcome(session), waiting)
+            goes_on = True
+            while goes_on:
+                waiting.message_ends()
                 channel.receive(waiting)
-                if known:
-                    waiting.message_begins(self._stall_ns_max, self._message_ns_max)
-                channel.during(waiting)
-                self._service.receive(channel, caller, lambda frames: channel.send(frames, waiting))
+                waiting.message_begins(options.stall_ns_max, options.transfer_ns_max)
+                goes_on = self._service.receive(
+                    channel, session, lambda frames: channel.send(frames, waiting)
+                )
                 channel.drain()
-                if known != (caller.session is not None):
-                    known = not known
-                    channel.trust(known)
-                    waiting.stranger_comes()
-                    with self._lock:
-                        if known:
-                            self._admission.leave(channel)
-                        else:
-                            self._enter(channel, address)
-                if known:
-                    waiting.message_ends()
-        except ConnectionBroken as problem:
-            if problem.kind:
+        except (ConnectionBroken, OSError) as problem:
+            if isinstance(problem, ConnectionBroken) and problem.kind:
                 self._service.count(f"refused_{problem.kind}")
         finally:
             # Closed within the lock: until then its number is its own, and `_end` of another thread hits nothing else.
             with self._lock:
-                self._forget(channel)
-                channel.close()
+                self._forget(connection)
+                connection.close()
 
     @property
     def closed(self) -> bool:
@@ -156,14 +152,10 @@ class _Waiting:
     it stalls or the message takes too long, and between two messages as long as it likes.
     """
 
-    def __init__(self, server: PlainServer) -> None:
+    def __init__(self, server: TcpServer) -> None:
         self._server = server
         self._stall_ns_max: int | None = None
         self._moved_ns = 0
-        self.stranger_comes()
-
-    def stranger_comes(self) -> None:
-        self._stall_ns_max = None
         self._until_ns: int | None = time.monotonic_ns() + int(ADMISSION_S * 1e9)
         self._why = "stranger"
 
@@ -190,7 +182,7 @@ class _Waiting:
             raise ConnectionBroken("stalled", "stalled")
 
 
-def _end(channel: PlainChannel) -> None:
+def _end(connection: socket.socket) -> None:
     """Its thread wakes, and closes it."""
     with contextlib.suppress(OSError):
-        channel.socket.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,6 +1,6 @@
 """The receiving end of TCP: obeys a message, whatever link it came over.
 
-A caller is served only when it has proved that it knows the cluster's secret. Every write is checked against the pool
+Its caller has proved that it knows the cluster's secret (`server`). Every write is checked against the pool
 before a byte of it reaches a slot: right order, reserved slots, exact sizes. A refusal is answered with a reason and
 counted (`refused_…`).
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,14 +24,6 @@ REASON_CHARS_MAX = 300
 Reply = Callable[[Sequence[bytes | memoryview]], None]
 
 
-@dataclass(slots=True)
-class Caller:
-    """One connection: the nonces once it greeted, a session once it proved itself."""
-
-    nonces: bytes = b""
-    session: wire.Session | None = None
-
-
 class RequestRefused(Exception):
     """`name` counts it, the text is the answer."""
 
@@ -45,11 +36,10 @@ class TcpService:
     """Serves reads and writes of the pool to authenticated peers; from any thread."""
 
     def __init__(
-        self, view: PoolView, access: SlotAccess, *, secret: str, incarnation: str, counters: Counter[str]
+        self, view: PoolView, access: SlotAccess, *, incarnation: str, counters: Counter[str]
     ) -> None:
         self._view = view
         self._access = access
-        self._secret = secret
         self._incarnation = incarnation
         self._counters = counters
         self._counting = threading.Lock()
@@ -58,47 +48,34 @@ class TcpService:
         with self._counting:
             self._counters[name] += number
 
-    def receive(self, frames: Frames, caller: Caller, reply: Reply) -> None:
-        """Obeys one message, or answers with a reason. Frames may be left over. Raises ConnectionBroken when the
-        connection ends."""
+    def welcome(self, session: wire.Session) -> Sequence[bytes]:
+        """The first message of a connection."""
+        return session.seal(wire.Welcome(incarnation=self._incarnation))
+
+    def receive(self, frames: Frames, session: wire.Session, reply: Reply) -> bool:
+        """Obeys one message, or answers with a reason. Frames may be left over. False: it was not of this protocol, and
+        the connection ends with the answer. Raises ConnectionBroken when the connection ends.
+        """
+        name = ""
         try:
             mac, raw = frames.small(), frames.small()
-            if caller.session is None:
-                self._admit(caller, wire.decode(raw), reply)
-                return
-            header = caller.session.open(mac, raw)
+            header = session.open(mac, raw)
             match header:
                 case wire.Read():
-                    self._read(caller.session, header, reply)
+                    self._read(session, header, reply)
                 case wire.Write():
                     self._write(header, frames)
-                    reply(caller.session.seal(wire.Ack()))
+                    reply(session.seal(wire.Ack()))
                 case _:
                     raise RequestRefused("malformed", f"{type(header).__name__} is no request")
         except (RequestRefused, FrameMissing, wire.FrameInvalid) as problem:
             name = problem.name if isinstance(problem, RequestRefused) else "malformed"
-            if name == "malformed" and caller.session is not None:
-                caller.nonces, caller.session = b"", None
             self.count(f"refused_{name}")
             refusal = wire.RefusalFrame(
                 reason=str(problem)[:REASON_CHARS_MAX], kind="corrupted" if name == "corrupted" else "refused"
             )
-            reply(caller.session.seal(refusal) if caller.session else (b"", wire.encode(refusal)))
-
-    def _admit(self, caller: Caller, header: wire.AnyFrame, reply: Reply) -> None:
-        match header:
-            case wire.Greeting() if len(header.nonce) == wire.NONCE_BYTES:
-                caller.nonces, challenge = wire.challenge(self._secret, header)
-                reply((b"", wire.encode(challenge)))
-            case wire.Answer() if caller.nonces:
-                nonces, caller.nonces = caller.nonces, b""
-                key = wire.admitted(self._secret, nonces, header)
-                if key is None:
-                    raise RequestRefused("wrong_secret", "the cluster's secret is another")
-                caller.session = wire.Session(key, "server")
-                reply(caller.session.seal(wire.Welcome(incarnation=self._incarnation)))
-            case _:
-                raise RequestRefused("unauthenticated", "authenticate first")
+            reply(session.seal(refusal))
+        return name != "malformed"
 
     def _read(self, session: wire.Session, header: wire.Read, reply: Reply) -> None:
         self._check_runs(header.runs)

@@ -1,9 +1,8 @@
 """The transport between hosts: blocks over TCP, sent from the segment and received into the slots without a
 copy of our own.
 
-Links are authenticated always (`wire`) and encrypted with CURVE by default between hosts; encryption
-halves the speed, so that it can be chosen for each agent. A link is used for one move at a time; moves to the
-same peer at the same time use several.
+Both ends of a link prove by TLS that they know the cluster's secret, always; by default, links between hosts are
+encrypted too (`streams`). A link is used for one move at a time; moves to the same peer at the same time use several.
 """
 
 from __future__ import annotations
@@ -13,10 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import zmq
-
 from halfmoon.schemas.events import Endpoint
-from halfmoon.schemas.store import Hello
 from halfmoon.store.errors import HolderUnreachable, TransferError, TransferRefused
 from halfmoon.store.transports.base import (
     Call,
@@ -29,16 +25,20 @@ from halfmoon.store.transports.base import (
     in_thread,
     moved_bytes,
 )
-from halfmoon.store.transports.tcp.channel import ConnectionBroken, CurveChannel, PlainChannel, StallTimer
-from halfmoon.store.transports.tcp.curve import CurveServer
+from halfmoon.store.transports.tcp.channel import StallTimer, TcpChannel
 from halfmoon.store.transports.tcp.link import TcpLink
 from halfmoon.store.transports.tcp.options import TcpOptions
-from halfmoon.store.transports.tcp.server import PlainServer
+from halfmoon.store.transports.tcp.server import TcpServer
 from halfmoon.store.transports.tcp.service import TcpService
-from halfmoon.store.transports.tcp.wire import RUNS_PER_MESSAGE, frame_bytes_max
+from halfmoon.store.transports.tcp.streams import (
+    ConnectionBroken,
+    HandshakeRefused,
+    connected,
+    shaken_hands,
+)
+from halfmoon.store.transports.tcp.wire import RUNS_PER_MESSAGE, Session, frame_bytes_max
 from halfmoon.store.transports.topology import Topology
 
-LOOPBACK = "127.0.0.1"
 LINK_THREADS = 8
 #: Up to here a move is one exchange on the event loop (some 60 µs), beyond it is for a thread.
 SMALL_BYTES = 32 * 1024
@@ -63,8 +63,6 @@ class TcpTransport:
         self._options = options
         self._topology = topology or Topology()
         self._host = host
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._keys = zmq.curve_keypair()
         self._executor = ThreadPoolExecutor(LINK_THREADS, thread_name_prefix="store-link")
         self._idle: dict[str, deque[TcpLink]] = defaultdict(deque)
         self._running: set[Cancellation] = set()
@@ -73,57 +71,26 @@ class TcpTransport:
         service = TcpService(
             view,
             pool.access,
-            secret=options.cluster_secret,
             incarnation=pool.incarnation,
             counters=pool.counters,
         )
-        self._plain = PlainServer(
-            view, service, stall_ns_max=options.stall_ns_max, message_ns_max=options.transfer_ns_max
-        )
-        self._curve = CurveServer(self._context, view, service, self._keys)
+        self._server = TcpServer(view, service, options)
 
     def start(self) -> None:
-        """Listens. With encryption "auto" there is a plain socket besides, for this host alone. Raises
-        TransferError.
-        """
+        """Listens. Raises TransferError."""
         options = self._options
-        kinds = {"always": [True], "never": [False], "auto": [True, False]}[options.encryption]
-        for encrypted in kinds:
-            main = encrypted is kinds[0]
-            for address in options.bind.split(",") if main else [LOOPBACK]:
-                self._listen(
-                    address.strip(), options.port if main else 0, encrypted, options.advertise if main else ""
-                )
-        self._plain.start()
-        self._curve.start()
-
-    def _listen(self, address: str, port: int, encrypted: bool, advertise: str) -> None:
-        server = self._curve if encrypted else self._plain
-        try:
-            bound = server.listen(address, port)
-        except (zmq.ZMQError, OSError) as problem:
-            raise TransferError(f"cannot listen on {address}:{port}: {problem}") from None
-        host, _, port_bound = bound.removeprefix("tcp://").rpartition(":")
-        key = self._keys[0].decode() if encrypted else ""
-        reached_at = advertise or host
-        self.endpoints.append(
-            Endpoint(
-                transport="tcp",
-                address=f"tcp://{reached_at}:{port_bound}",
-                public_key=key,
-                distance=self._topology.distance_of_address(reached_at),
+        for address in filter(None, (each.strip() for each in options.bind.split(","))):
+            try:
+                bound = self._server.listen(address, options.port)
+            except OSError as problem:
+                raise TransferError(f"cannot listen on {address}:{options.port}: {problem}") from None
+            host, _, port = bound.removeprefix("tcp://").rpartition(":")
+            reached_at = options.advertise or host
+            distance = self._topology.distance_of_address(reached_at)
+            self.endpoints.append(
+                Endpoint(transport="tcp", address=f"tcp://{reached_at}:{port}", distance=distance)
             )
-        )
-
-    @property
-    def public_key(self) -> str:
-        """The CURVE key (z85) under which this agent calls others, whatever it serves itself."""
-        return self._keys[0].decode()
-
-    def admit(self, hello: Hello) -> None:
-        """A genuine hello names the key under which its agent will call."""
-        keys = {hello.public_key, *(endpoint.public_key for endpoint in hello.endpoints)}
-        self._curve.allow(hello.node_id, keys - {""})
+        self._server.start()
 
     async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
         if not await self._small(peer, items, call, reading=True):
@@ -146,23 +113,19 @@ class TcpTransport:
         self._executor.shutdown(wait=True)
         for node_id in list(self._idle):
             self.forget(node_id)
-        self._plain.close()
-        self._curve.close()
-        self._context.destroy(linger=0)
+        self._server.close()
 
     # --- a few KiB ------------------------------------------------------------------------------------------
 
     async def _small(self, peer: Peer, items: Sequence[Slice], call: Call, *, reading: bool) -> bool:
-        """True when the move was made here: it is small, and an idle plain link is there."""
+        """True when the move was made here: it is small, and an idle link is there."""
         if self._closed or len(items) > RUNS_PER_MESSAGE:
             return False
         check_items(self._view.geometry, peer.geometry, items)
         if not items or moved_bytes(items, peer.geometry.layer_block_bytes) > SMALL_BYTES:
             return False
         link = self._take_idle(peer, self._endpoint(peer))
-        if link is None or not link.can_exchange():
-            if link is not None:
-                self._idle[peer.node_id].append(link)
+        if link is None:
             return False
         cancellation = Cancellation(call)
         self._running.add(cancellation)
@@ -204,9 +167,9 @@ class TcpTransport:
         try:
             if link is None:
                 link = self._connect(peer, endpoint, timer)
-                link.authenticate(self._options.node_id, self._options.cluster_secret, timer)
+                link.enter(timer)
             work(link, timer)
-        except (zmq.ZMQError, ConnectionBroken) as problem:
+        except ConnectionBroken as problem:
             if link is not None:
                 link.close()
             raise HolderUnreachable(f"{peer.node_id}: {problem}") from None
@@ -239,54 +202,32 @@ class TcpTransport:
             self._idle[link.peer.node_id].append(link)
 
     def _connect(self, peer: Peer, endpoint: Endpoint, timer: StallTimer) -> TcpLink:
-        longest = frame_bytes_max(self._view)
-        if not endpoint.public_key:
-            timeout_s = self._options.stall_ns_max / 1e9
-            plain = PlainChannel.connect(
-                endpoint.address, timer, frame_bytes_max=longest, timeout_s=timeout_s
-            )
-            return TcpLink(plain, self._view, peer, endpoint.address)
-        curve = CurveChannel(
-            self._context,
-            endpoint.address,
-            peer=peer.node_id,
-            server_key=endpoint.public_key,
-            keys=self._keys,
-            frame_bytes_max=longest,
-        )
+        options = self._options
+        timer.check()
+        connection = connected(endpoint.address, options.stall_ns_max / 1e9)
         try:
-            curve.handshake(timer)
+            stream = shaken_hands(
+                connection,
+                options.cluster_secret,
+                timer,
+                server=False,
+                protection=options.protection(same_host=peer.host == self._host),
+            )
+        except HandshakeRefused as problem:
+            connection.close()
+            raise TransferRefused(f"{peer.node_id}: {problem}") from None
         except BaseException:
-            curve.close()
+            connection.close()
             raise
-        return TcpLink(curve, self._view, peer, endpoint.address)
+        channel = TcpChannel(stream, frame_bytes_max=frame_bytes_max(self._view))
+        session = Session(stream.key, "client")
+        return TcpLink(channel, session, self._view, peer, endpoint.address)
 
     def usable_endpoints(self, peer: Peer) -> list[Endpoint]:
-        # Where the two ends do not agree on encryption one endpoint stays, so that the call fails with that reason.
-        return self._agreed_endpoints(peer) or _offered(peer)[:1]
-
-    def _agreed_endpoints(self, peer: Peer) -> list[Endpoint]:
-        """The peer's endpoints on which both ends agree on encryption."""
-        offered = _offered(peer)
-        right = [at for at in offered if bool(at.public_key) != self._goes_plain(peer)]
-        if not right and self._options.encryption == "auto":  # encrypted although it need not be
-            right = [at for at in offered if at.public_key]
-        return right
-
-    def _goes_plain(self, peer: Peer) -> bool:
-        return self._options.encryption == "never" or (
-            self._options.encryption == "auto" and peer.host == self._host
-        )
+        return [at for at in peer.endpoints if at.transport == "tcp"]
 
     def _endpoint(self, peer: Peer) -> Endpoint:
-        """Raises TransferRefused when the two agents do not agree on encryption."""
-        for endpoint in self._agreed_endpoints(peer):
+        """Raises TransferRefused: the peer has no TCP."""
+        for endpoint in self.usable_endpoints(peer):
             return endpoint
-        wanted = "plain" if self._goes_plain(peer) else "encrypted"
-        raise TransferRefused(
-            f"{peer.node_id} offers no {wanted} link, and encryption is {self._options.encryption!r} here"
-        )
-
-
-def _offered(peer: Peer) -> list[Endpoint]:
-    return [at for at in peer.endpoints if at.transport == "tcp"]
+        raise TransferRefused(f"{peer.node_id} offers no TCP")

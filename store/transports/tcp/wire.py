@@ -1,19 +1,15 @@
-"""The messages of a TCP link, `[mac, header, payload…]`, and the proofs by which both ends know each other.
+"""The messages of a TCP link, `[mac, header, payload…]`, between two ends that have proved themselves (`streams`).
 
 ::
 
     client                                        server
-      │── Greeting(nonce) ───────────────────────▶│
-      │◀────────── Challenge(nonce, proof) ───────│   proof: HMAC of both nonces, "server"
-      │── Answer(node_id, proof) ────────────────▶│   proof: HMAC of both nonces, "client", node_id
-      │◀────────── Welcome(incarnation) ──────────│   from here on every header carries a mac
+      │◀────────── Welcome(incarnation) ──────────│
       │── Read / Write + payload ────────────────▶│
       │◀────────── Chunk + payload / Ack / Refusal│
 
-All HMACs are SHA-256 under the cluster's secret; the session's key is drawn from both nonces, so that nothing
-of another connection can be replayed, and headers are numbered, so that nothing of this one can. Payload is
-protected by CURVE where the link is encrypted; in any case a layer of a block counts only when its xxh3_64 is
-the one in the header.
+Headers are numbered. Under TLS the mac is empty; in the clear it is an HMAC-SHA256 under the session's key, so that
+nothing of another connection can be replayed, nor of this one. In any case a layer of a block counts only when its
+xxh3_64 is the one in the header.
 
 A payload frame is a run of layers of one block, of at most 512 KiB (or one layer, when that is larger): small
 enough to be in the cache still when it is verified. Layers are whole; of a block that is filled in part a Write
@@ -24,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -37,10 +32,9 @@ from halfmoon.store.transports.base import Run, Slice, joined, layer_bytes
 FRAME_BYTES = 512 * 1024
 
 MESSAGE_BYTES = 4 * 1024 * 1024
-#: Asked for at once over a plain link, where the first frame can be taken before the last one is sent: every
+#: Asked for at once, since the first frame can be taken before the last one is sent: every
 #: request that is sent while an answer comes costs a quarter of a millisecond.
 STREAM_BYTES = 64 * 1024 * 1024
-NONCE_BYTES = 16
 #: Runs in one message: a header stays small.
 RUNS_PER_MESSAGE = 512
 
@@ -52,28 +46,8 @@ class FrameHeader(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     number: int = 0
 
 
-class Greeting(FrameHeader, frozen=True, kw_only=True):
-    """A client's identity."""
-
-    nonce: bytes
-
-
-class Challenge(FrameHeader, frozen=True, kw_only=True):
-    """The server asks for proof."""
-
-    nonce: bytes
-    proof: bytes
-
-
-class Answer(FrameHeader, frozen=True, kw_only=True):
-    """The proof."""
-
-    node_id: str
-    proof: bytes
-
-
 class Welcome(FrameHeader, frozen=True, kw_only=True):
-    """The server takes the client."""
+    """The first message: the server takes the client."""
 
     incarnation: str
 
@@ -105,13 +79,13 @@ class Ack(FrameHeader, frozen=True, kw_only=True):
 
 
 class RefusalFrame(FrameHeader, frozen=True, kw_only=True, tag="Refusal"):
-    """Answers anything. Without a mac before the session exists."""
+    """Answers anything."""
 
     reason: str
     kind: Literal["refused", "corrupted"] = "refused"
 
 
-AnyFrame = Greeting | Challenge | Answer | Welcome | Read | Write | Chunk | Ack | RefusalFrame
+AnyFrame = Welcome | Read | Write | Chunk | Ack | RefusalFrame
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyFrame)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -133,59 +107,24 @@ def decode(raw: bytes) -> AnyFrame:
         raise FrameInvalid(f"malformed header: {problem}") from None
 
 
-def proof(
-    secret: str, who: Literal["server", "client", "session"], nonces: bytes, node_id: str = ""
-) -> bytes:
-    return hmac.digest(
-        secret.encode(), b"halfmoon tcp\0" + who.encode() + b"\0" + nonces + node_id.encode(), "sha256"
-    )
-
-
-def challenge(secret: str, greeting: Greeting) -> tuple[bytes, Challenge]:
-    """The server's answer to a greeting, and both nonces. Raises FrameInvalid."""
-    if len(greeting.nonce) != NONCE_BYTES:
-        raise FrameInvalid(f"a nonce of {len(greeting.nonce)} bytes")
-    mine = secrets.token_bytes(NONCE_BYTES)
-    nonces = greeting.nonce + mine
-    return nonces, Challenge(nonce=mine, proof=proof(secret, "server", nonces))
-
-
-def answer(
-    secret: str, greeting: Greeting, challenged: Challenge, node_id: str
-) -> tuple[bytes, Answer] | None:
-    """The client's answer, and the session's key; None: the server does not know the secret."""
-    nonces = greeting.nonce + challenged.nonce
-    if not hmac.compare_digest(challenged.proof, proof(secret, "server", nonces)):
-        return None
-    return proof(secret, "session", nonces), Answer(
-        node_id=node_id, proof=proof(secret, "client", nonces, node_id)
-    )
-
-
-def admitted(secret: str, nonces: bytes, answered: Answer) -> bytes | None:
-    """The session's key; None: the client does not know the secret."""
-    if not hmac.compare_digest(answered.proof, proof(secret, "client", nonces, answered.node_id)):
-        return None
-    return proof(secret, "session", nonces)
-
-
 class Session:
-    """The macs of one connection, as one end sees them."""
+    """The headers of one connection, as one end sees them. `key`: of their macs; b"": they need none."""
 
     def __init__(self, key: bytes, me: Literal["server", "client"]) -> None:
-        self._keys = {who: hmac.digest(key, who, "sha256") for who in (b"server", b"client")}
-        self._mine, self._theirs = (b"server", b"client") if me == "server" else (b"client", b"server")
+        server, client = (key and hmac.digest(key, who, "sha256") for who in (b"server", b"client"))
+        self._mine, self._theirs = (server, client) if me == "server" else (client, server)
         self._sent = self._received = 0
 
     def seal(self, header: AnyFrame) -> tuple[bytes, bytes]:
         """`(mac, header)`, numbered."""
         self._sent += 1
         raw = encode(msgspec.structs.replace(header, number=self._sent))
-        return hmac.digest(self._keys[self._mine], raw, hashlib.sha256), raw
+        return hmac.digest(self._mine, raw, hashlib.sha256) if self._mine else b"", raw
 
     def open(self, mac: bytes, raw: bytes) -> AnyFrame:
         """Raises FrameInvalid for a header that the other end did not make, or made for another moment."""
-        if not hmac.compare_digest(mac, hmac.digest(self._keys[self._theirs], raw, hashlib.sha256)):
+        due = hmac.digest(self._theirs, raw, hashlib.sha256) if self._theirs else b""
+        if not hmac.compare_digest(mac, due):
             raise FrameInvalid("wrong mac")
         header = decode(raw)
         self._received += 1

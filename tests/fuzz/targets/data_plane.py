@@ -1,5 +1,5 @@
-"""Messages to the TCP data plane, without a socket: from strangers, and from a caller that has the secret and does not
-keep to the protocol. Each is served or refused and counted; no slot, hold or writer is left behind.
+"""Messages to the TCP data plane, without a socket, from a caller that has the secret and does not keep to the
+protocol. Each is served or refused and counted; no slot, hold or writer is left behind.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from halfmoon.store.pool.segment import Geometry, Segment, segment_name
 from halfmoon.store.pool.slots import Owner
 from halfmoon.store.transports.tcp import wire
 from halfmoon.store.transports.tcp.channel import FrameMissing
-from halfmoon.store.transports.tcp.service import Caller, TcpService
+from halfmoon.store.transports.tcp.service import TcpService
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.mutate import VALUES, mutated_bytes, mutated_json
 
 TEST_INPUTS = 1500
 INPUTS_MEANT = 900_000
-SECRET = "the cluster's secret"
+KEY = b"the session's key"
 SLOTS, LAYERS, LAYER_BYTES = 6, 3, 256
 #: The caller's order has reserved the first two slots, and leases the third one.
 ORDER, PARTY = "o", "w"
 
-#: What is in an input: before the session ("b"), within it with a genuine mac ("s"), with any bytes as its mac ("f").
+#: What is in an input: messages with a genuine mac ("s"), with any bytes as their mac ("f").
 Messages = list[tuple[str, list[bytes]]]
 messages = msgspec.msgpack.Decoder(Messages)
 
@@ -43,7 +43,7 @@ messages = msgspec.msgpack.Decoder(Messages)
 def make(draw: random.Random) -> bytes:
     said: Messages = []
     for _ in range(draw.randint(1, 5)):
-        where = draw.choice("bssssssf")
+        where = draw.choice("ssssssf")
         if where == "s" and draw.random() < 0.5:
             header, payload = _honest(draw)
         else:
@@ -80,9 +80,6 @@ def _honest(draw: random.Random) -> tuple[dict[str, Any], list[bytes]]:
 def _strange(draw: random.Random) -> tuple[dict[str, Any], list[bytes]]:
     header, payload = _honest(draw)
     kinds: list[dict[str, Any]] = [
-        {"type": "Greeting", "nonce": bytes(16)},
-        {"type": "Challenge", "nonce": bytes(16), "proof": bytes(32)},
-        {"type": "Answer", "node_id": "n", "proof": draw.randbytes(32)},
         {"type": "Welcome", "incarnation": "i"},
         {"type": "Chunk", "sums": []},
         {"type": "Ack"},
@@ -116,11 +113,16 @@ def _encoded(draw: random.Random, header: Any) -> bytes:
             return raw
 
 
-def _numbered(raw: bytes, caller: Caller) -> bytes:
+def _numbered(raw: bytes, session: wire.Session) -> bytes:
     """The header with the number that is due, where it has 0: what went before decides about that."""
-    if caller.session is None or raw[1:9] != b"\xa6number\0":
+    if raw[1:9] != b"\xa6number\0":
         return raw
-    return raw[:8] + bytes([caller.session._received + 1]) + raw[9:]
+    return raw[:8] + bytes([session._received + 1]) + raw[9:]
+
+
+def genuine_mac(key: bytes, header: bytes) -> bytes:
+    """As a caller makes it that has the session's key."""
+    return hmac.digest(hmac.digest(key, b"client", "sha256"), header, hashlib.sha256)
 
 
 class GivenFrames:
@@ -156,9 +158,7 @@ class Port:
         self.counters: Counter[str] = Counter()
         self.pool = Pool(SLOTS)
         self.guard = PoolGuard(self.pool, ttl_ns=10**15, grace_ns=0, announce=lambda changes: None)
-        self.service = TcpService(
-            self.view, self.guard, secret=SECRET, incarnation="i", counters=self.counters
-        )
+        self.service = TcpService(self.view, self.guard, incarnation="i", counters=self.counters)
         self.guard.open_put(Owner(ORDER, PARTY), [], 2, writer="worker")
         lease = Owner(ORDER, "reader")
         hold = self.guard.open_put(lease, [bytes(16)], 1, writer="worker")
@@ -168,25 +168,24 @@ class Port:
         self.before = self.guard.counts(), dict(self.pool.writers)
 
     def play(self, content: bytes) -> str:
-        caller, key = Caller(), b""
+        session, goes_on = wire.Session(KEY, "server"), True
         outcomes: Counter[str] = Counter()
         for where, frames in messages.decode(content):
-            if where != "b" and caller.session is None:
-                key = self._enter(caller)
-            mac = b""
-            if where == "s" and frames:
-                frames[0] = _numbered(frames[0], caller)
-                mac = hmac.digest(hmac.digest(key, b"client", "sha256"), frames[0], hashlib.sha256)
-            elif where == "f":
-                mac = bytes(32)
-            outcomes[self._answered([mac, *frames] if frames else [mac], caller)] += 1
+            if not goes_on:
+                session = wire.Session(KEY, "server")
+            mac = bytes(32)
+            if where == "s":
+                frames[:1] = [_numbered(raw, session) for raw in frames[:1]]
+                mac = genuine_mac(KEY, frames[0]) if frames else b""
+            outcome, goes_on = self._answered([mac, *frames], session)
+            outcomes[outcome] += 1
         self.check()
         return " ".join(sorted(outcomes))
 
-    def _answered(self, frames: list[bytes], caller: Caller) -> str:
+    def _answered(self, frames: list[bytes], session: wire.Session) -> tuple[str, bool]:
         answers: list[Sequence[bytes | memoryview]] = []
         refused = sum(self.counters.values())
-        self.service.receive(GivenFrames(frames), caller, answers.append)
+        goes_on = self.service.receive(GivenFrames(frames), session, answers.append)
         if len(answers) != 1:
             raise Found(f"{len(answers)} answers to one message")
         answer = wire.decode(bytes(answers[0][1]))
@@ -194,24 +193,7 @@ class Port:
             raise Found(f"refused and not counted: {answer.reason}")
         if len(answer.reason if isinstance(answer, wire.RefusalFrame) else "") > 300:
             raise Found("a refusal as long as what it refuses")
-        return type(answer).__name__
-
-    def _enter(self, caller: Caller) -> bytes:
-        """Proves that it has the secret; the session's key."""
-        nonce = bytes(range(16))
-        answers: list[Sequence[bytes | memoryview]] = []
-        self.service.receive(
-            GivenFrames([b"", wire.encode(wire.Greeting(nonce=nonce))]), caller, answers.append
-        )
-        challenge = wire.decode(bytes(answers[0][1]))
-        if not isinstance(challenge, wire.Challenge):
-            raise Found(f"a greeting is answered with {challenge}")
-        nonces = nonce + challenge.nonce
-        answer = wire.Answer(node_id="n", proof=wire.proof(SECRET, "client", nonces, "n"))
-        self.service.receive(GivenFrames([b"", wire.encode(answer)]), caller, answers.append)
-        if caller.session is None:
-            raise Found("a genuine proof is refused")
-        return wire.proof(SECRET, "session", nonces)
+        return type(answer).__name__, goes_on
 
     def check(self) -> None:
         self.guard.check()
