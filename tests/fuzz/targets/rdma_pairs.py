@@ -35,10 +35,11 @@ from halfmoon.store.transports.rdma.options import RdmaOptions
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.mutate import json_bytes, mutated_bytes, mutated_json
 from tests.fuzz.targets import data_plane
-from tests.fuzz.targets.data_plane import LAYERS, ORDER, PARTY, SECRET, SLOTS
+from tests.fuzz.targets.data_plane import LAYERS, ORDER, PARTY, SLOTS
 
 TEST_INPUTS = 400
 INPUTS_MEANT = 500_000
+SECRET = "the cluster's secret"
 DEADLINE_S = 20.0
 #: Of the event loop, after which a move waits for its other end, or for the thread.
 ROUNDS = 12
