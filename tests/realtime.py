@@ -79,6 +79,7 @@ MARKED_WITHIN = {
     "frontend/test_tools.py",
     "observability/test_counting.py",
     "observability/test_files.py",
+    "store/test_channel_messages.py",
     "store/test_epochs.py",
     "store/test_eviction.py",
     "store/test_guard.py",

@@ -65,6 +65,12 @@ def test_functions_are_counted(tmp_path: Path) -> None:
     assert counted(tmp_path) == (8, 6, 3)
 
 
+def test_no_more_rest_on_real_time_than_one_in_four() -> None:
+    """One more wants a reason: most can have their server, their sockets or their clock within the process."""
+    every, resting, _ = counted(Path(__file__).parents[1])
+    assert resting <= 500 < every // 4, (every, resting)
+
+
 def test_what_skips_in_the_default_suite_names_its_target() -> None:
     for place in ELSEWHERE:
         file = Path(__file__).parent / place

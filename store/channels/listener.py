@@ -158,11 +158,8 @@ class ChannelListener:
             channel = WorkerChannel(stream, self._hello, self._options.timeout_s)
             channel.greet(first=False, deadline_s=deadline_s)
             greeted = True
-        except (ChannelLost, ConnectionBroken, OSError):
-            self._count("stranger")
-        except ChannelRefused as problem:
-            field = str(problem).partition(":")[0]
-            self._count(field if field in REASONS else "stranger")
+        except (ChannelLost, ChannelRefused, ConnectionBroken, OSError) as problem:
+            self._count_refused(problem)
         finally:
             if channel is None:
                 mine.close()
@@ -184,6 +181,10 @@ class ChannelListener:
     def _forget(self, connection: socket.socket) -> None:
         self._admission.leave(connection)
         del self._strangers[connection]
+
+    def _count_refused(self, problem: Exception) -> None:
+        field = str(problem).partition(":")[0] if isinstance(problem, ChannelRefused) else ""
+        self._count(field if field in REASONS else "stranger")
 
     def _count(self, reason: str) -> None:
         with self._lock:

@@ -476,6 +476,7 @@ def test_stopping_finishes_what_is_open_and_refuses_the_rest(run: Any) -> None:
     run(scenario, drain_ns_max=PATIENT_NS)
 
 
+@pytest.mark.pure
 def test_stopping_tells_those_that_cannot_be_finished(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         cluster.double.script = never

@@ -207,6 +207,7 @@ def test_a_request_can_be_cancelled_by_a_message_without_a_reply_subject(run: An
     run(scenario)
 
 
+@pytest.mark.pure
 def test_nobody_is_kept_alive_at_a_subject_that_is_no_inbox(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         cluster.double.script = nothing

@@ -170,6 +170,7 @@ def test_an_answer_that_was_cut_is_no_object(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(("retry_after_ns", "tries"), [(1_000_000, 3), (0, 1)])
 def test_a_refusal_is_tried_again_where_it_says_when(run: Any, retry_after_ns: int, tries: int) -> None:
     """Without a time it would be the same again, and `x-should-retry` says so."""
@@ -189,6 +190,7 @@ def test_a_refusal_is_tried_again_where_it_says_when(run: Any, retry_after_ns: i
     run(scenario)
 
 
+@pytest.mark.pure
 def test_fifty_streams_at_once_are_each_whole(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         async def one(number: int) -> str:

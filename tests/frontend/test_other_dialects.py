@@ -33,6 +33,7 @@ def of_openai(cluster: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="k", max_retries=0)
 
 
+@pytest.mark.pure
 def test_anthropics_client_is_answered(run: Any, tokenizer: Tokenizer) -> None:
     async def whole(cluster: Any) -> None:
         async with of_anthropic(cluster) as client:

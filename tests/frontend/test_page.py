@@ -220,6 +220,7 @@ def test_an_explanation_or_why_there_is_none(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.pure
 def test_there_is_a_limit_of_who_looks_and_who_does_not_read_holds_one_view(
     run: Any, monkeypatch: Any
 ) -> None:

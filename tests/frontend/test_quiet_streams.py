@@ -106,6 +106,7 @@ def test_the_clients_that_people_use_pass_over_comments(run: Any) -> None:
     run(scenario, sse_comment_s=PAUSE_S)
 
 
+@pytest.mark.pure
 def test_a_request_that_waits_for_a_worker_is_refused_with_a_status(run: Any) -> None:
     asked = asyncio.Event()
     refuse = asyncio.Event()
@@ -136,6 +137,7 @@ def test_a_request_that_waits_for_a_worker_is_refused_with_a_status(run: Any) ->
     run(scenario, sse_comment_s=PAUSE_S)
 
 
+@pytest.mark.pure
 def test_what_fails_behind_a_comment_is_an_event(run: Any) -> None:
     async def scenario(cluster: Cluster) -> None:
         for path, body in ASKS:

@@ -26,6 +26,7 @@ def told(answer: Any) -> dict[str, Any]:
     return usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
 
 
+@pytest.mark.pure
 def test_a_tenants_requests_are_compared_unless_they_say_otherwise(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         served = 0
@@ -55,6 +56,7 @@ def test_a_tenants_requests_are_compared_unless_they_say_otherwise(run: Any) -> 
     run(scenario, layout=FAST, similar_tenants="a")
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("fields", "numerics"),
     [({"prompt_logprobs": 1}, "fast"), ({}, "exact"), ({"tenant": "x"}, "fast")],

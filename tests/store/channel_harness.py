@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.header import HEADER_BYTES, SEALED_BYTES, Dtype, MessageHeader, Op, pack_into
@@ -22,6 +23,7 @@ from halfmoon.store.channels.listener import ChannelListener
 from halfmoon.store.channels.opening import connect
 from halfmoon.store.channels.options import ChannelOptions, channel_secret
 from tests.eventually import BOUND_S, eventually_here
+from tests.store.memory_channels import listening
 
 NAMES = [kind.name for kind in KINDS]
 SECRET = channel_secret("the cluster's")
@@ -76,11 +78,27 @@ def pair(kind: str, *, window: int = 8, **changes: Any) -> Iterator[tuple[Worker
     """The end that connected, and the one that listened."""
     settings = options(kind)
     more = {"window": window, **changes}
-    with ChannelListener(hello("attention-0", **more), settings) as listener:
+    with listening(hello("attention-0", **more), settings, kind) as listener:
         one = connect(addresses(listener, kind), hello("decode-0", **more), settings, peer="attention-0")
         with one, accepted(listener) as two:
             assert one.kind == two.kind == kind
             yield one, two
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No thread, no file, and no thread that ended by an exception."""
+    raised: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    files, threads = set(open_files()), threading.active_count()
+    yield
+    eventually_here(lambda: threading.active_count() <= threads, "no thread is left")
+    eventually_here(lambda: set(open_files()) <= files, "no file is left")
+    assert not raised
+
+
+def open_files() -> list[str]:
+    return [file.name for file in Path("/proc/self/fd").iterdir() if file.exists()]
 
 
 def memory(size: int, fill: int = 0) -> memoryview:

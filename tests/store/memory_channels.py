@@ -6,7 +6,6 @@ socket's bound, and a descriptor that is readable while bytes wait. `tests/store
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
@@ -57,12 +56,15 @@ class MemoryListener(ChannelListener):
     def _greet(self, stream: MemoryStream) -> None:
         channel = WorkerChannel(stream, self._hello, self._options.timeout_s)
         let_in = False
-        with contextlib.suppress(ChannelError):
+        try:
             channel.greet(first=False, deadline_s=time.monotonic() + self._options.timeout_s)
             with self._lock:
                 let_in = self._put(channel)
-        if not let_in:
-            channel.close()
+        except ChannelError as problem:
+            self._count_refused(problem)
+        finally:
+            if not let_in:
+                channel.close()
 
 
 class MemoryKind:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from halfmoon.schemas.store import QueuePair, RemoteMemory, ReserveBlocks, Reser
 from halfmoon.store.agent.serving.serve_peers import PeerService
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import BlockMissing, StoreError, TransferError, TransferRefused
+from tests.nats_in_process import run_at
 
 Story = Callable[[Cluster], Awaitable[None]]
 
@@ -27,7 +27,7 @@ def tell(url: str, story: Story) -> None:
         async with cluster(url) as here:
             await story(here)
 
-    asyncio.run(run())
+    run_at(url, run())
 
 
 def fill(client: AgentClient, slots: list[int], seed: int) -> None:
@@ -168,6 +168,7 @@ def test_of_the_block_that_a_prompt_ends_in_its_tokens_are_pushed(
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_a_push_of_parts_of_blocks_that_others_could_find_is_refused(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         await here.agent("n1")
@@ -185,6 +186,7 @@ def test_a_push_of_parts_of_blocks_that_others_could_find_is_refused(nats_url: s
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_a_push_to_the_own_node_moves_nothing_and_both_workers_hold_the_slots(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         await here.agent("n1")

@@ -331,6 +331,7 @@ def test_a_port_that_is_taken_is_said_so_and_nothing_is_left() -> None:
             options("tls", port=port)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("address", ["99999", "", "-1", "x"])
 @pytest.mark.parametrize("kind", BETWEEN_HOSTS)
 def test_an_address_that_is_none_is_a_lost_channel(kind: str, address: str) -> None:

@@ -195,6 +195,7 @@ def _first(answers: list[StoreError | None]) -> None:
     raise answers[0]
 
 
+@pytest.mark.pure
 def test_a_soft_pin_goes_last_a_hard_pin_stays_and_both_end_by_themselves(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         agent = await here.agent("n1", slots=6, eviction="lru", sweep_ns=20_000_000)

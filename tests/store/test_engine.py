@@ -195,6 +195,7 @@ def test_slices_are_shared_out_by_bandwidth_and_distance() -> None:
     asyncio.run(story())
 
 
+@pytest.mark.pure
 def test_no_more_slices_are_under_way_than_there_is_room_and_a_deadline_ends_the_wait() -> None:
     async def story() -> None:
         tcp = Scripted(seconds=0.02)

@@ -202,6 +202,7 @@ def test_a_push_whose_target_dies_fails_and_says_so(nats_url: str, transport: st
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("away", ["agent", "worker"])
 def test_a_push_while_one_of_the_two_is_away_from_the_bus_is_not_lost(nats_url: str, away: str) -> None:
     async def story(here: Cluster) -> None:
@@ -282,6 +283,7 @@ def test_a_release_at_any_moment_leaves_nothing(nats_url: str, transport: str) -
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_a_decode_worker_that_lets_go_first_leaves_nothing_at_its_node(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         agents = [await here.agent(n) for n in ("n1", "n2")]
@@ -302,6 +304,7 @@ def test_a_decode_worker_that_lets_go_first_leaves_nothing_at_its_node(nats_url:
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("target", ["n1", "n2"])
 def test_nothing_is_pushed_to_a_worker_that_has_not_mapped_its_node(nats_url: str, target: str) -> None:
     async def story(here: Cluster) -> None:
@@ -321,6 +324,7 @@ def test_nothing_is_pushed_to_a_worker_that_has_not_mapped_its_node(nats_url: st
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_slots_that_a_late_worker_may_write_are_not_given_away(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +354,7 @@ def test_slots_that_a_late_worker_may_write_are_not_given_away(
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_what_is_not_renewed_expires_and_what_waits_is_kept(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +382,7 @@ def test_what_is_not_renewed_expires_and_what_waits_is_kept(
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_the_log_hears_everything_in_order_and_again_when_asked(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         agent = await here.agent("n1", slots=4)
@@ -419,6 +425,7 @@ def test_the_log_hears_everything_in_order_and_again_when_asked(nats_url: str) -
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_three_answers_for_three_failures(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         await here.agent("n1")

@@ -133,6 +133,7 @@ def test_a_mark_is_empty_or_a_digest(mark: str) -> None:
             decode(encode(msgspec.structs.replace(message, **{name: mark})), type(message))
 
 
+@pytest.mark.pure
 def test_another_tenants_mark_on_a_reservation_does_not_end_the_write_back(
     nats_url: str, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ from halfmoon.workers.model.loading.files import LoadedModel, load_model
 from halfmoon.workers.prefill.worker import PrefillWorker
 from halfmoon.workers.worker import WorkerConfig
 from tests.eventually import eventually
+from tests.nats_in_process import run_at
 
 LAYERS, BLOCK, SEGMENT = 2, 16, 32
 #: Blocks of the cache, and a prompt of more than three times as many; the last one is half full.
@@ -161,9 +162,10 @@ def play(nats_url: str, model: LoadedModel, story: Story) -> None:
             await nodes.open()
             await story(nodes)
 
-    asyncio.run(run())
+    run_at(nats_url, run())
 
 
+@pytest.mark.pure
 def test_a_prompt_longer_than_the_cache_computed_cached_and_fetched(
     nats_url: str, model: LoadedModel, whole: tuple[str, np.ndarray]
 ) -> None:
@@ -185,6 +187,7 @@ def test_a_prompt_longer_than_the_cache_computed_cached_and_fetched(
     play(nats_url, model, story)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("cached", [False, True], ids=["it attended to them", "it loaded them"])
 def test_slots_that_were_given_away_while_it_computed_are_noticed(
     nats_url: str, model: LoadedModel, cached: bool

@@ -131,6 +131,7 @@ def test_a_push_is_published_and_not_answered(
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("lost", [1, LAYERS, LAYERS + 1])
 def test_pushes_that_are_lost_are_found_at_the_close_and_published_again(
     nats_url: str, lost: int, monkeypatch: pytest.MonkeyPatch
@@ -156,6 +157,7 @@ def test_pushes_that_are_lost_are_found_at_the_close_and_published_again(
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_pushes_that_are_lost_again_and_again_end_the_push(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from halfmoon.store.errors import HolderUnreachable, StoreError
 from halfmoon.store.locate import find_holders
 from halfmoon.store.pool.slots import tenant_mark
 from tests.eventually import BOUND_S
+from tests.nats_in_process import run_at
 
 
 def tell(url: str, story: Callable[[Cluster], Awaitable[None]]) -> None:
@@ -33,7 +34,7 @@ def tell(url: str, story: Callable[[Cluster], Awaitable[None]]) -> None:
         async with cluster(url) as here:
             await story(here)
 
-    asyncio.run(run())
+    run_at(url, run())
 
 
 def key(number: int) -> bytes:
@@ -99,6 +100,7 @@ def test_a_holder_killed_in_the_middle_of_many_gets_costs_no_answer(
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_peers_that_named_themselves_too_late_are_asked_again_when_those_that_did_fail(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +137,7 @@ def test_peers_that_named_themselves_too_late_are_asked_again_when_those_that_di
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_copies_are_made_and_moved_by_order_and_leave_nothing_behind(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         agents = {node: await here.agent(node, slots=16) for node in ("n1", "n2", "n3")}
@@ -181,6 +184,7 @@ def test_copies_are_made_and_moved_by_order_and_leave_nothing_behind(nats_url: s
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_a_drained_node_leaves_nothing_behind_that_fits_elsewhere(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         agents = {"n1": await here.agent("n1", slots=32), "n2": await here.agent("n2", slots=8)}
@@ -214,6 +218,7 @@ def test_a_drained_node_leaves_nothing_behind_that_fits_elsewhere(nats_url: str)
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_a_copy_that_nobody_reads_goes_before_what_is_used(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         one, two = await here.agent("n1", slots=16), await here.agent("n2", slots=10)

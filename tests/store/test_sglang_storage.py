@@ -101,6 +101,7 @@ async def test_pages_come_back_to_engines_of_the_same_configuration_alone(
         await asyncio.to_thread(story, here)
 
 
+@pytest.mark.pure
 def test_a_storage_without_a_pool_has_nothing_and_a_wrong_option_is_named(adapter: ModuleType) -> None:
     made = adapter.HalfmoonStorage(SimpleNamespace(extra_config={"halfmoon": {"node": "n"}}))
     assert (made.batch_exists(KEYS), made.exists(KEYS[0]), made.get(KEYS[0], torch.zeros(1))) == (

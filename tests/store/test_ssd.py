@@ -400,6 +400,7 @@ def test_a_lost_file_is_opened_anew(nats_url: str, tmp_path: Path, monkeypatch: 
     tell(nats_url, story)
 
 
+@pytest.mark.pure
 def test_a_disk_that_was_full_is_tried_soon_however_long_it_was(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,6 +460,7 @@ def test_a_file_in_use_and_a_file_of_another_layout(tmp_path: Path) -> None:
         SsdFile.open(tmp_path / "no" / "tier", layout(), 10 * MIB)
 
 
+@pytest.mark.pure
 def test_a_slow_disk_never_slows_a_put(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ PLANTED: list[tuple[str, Callable[[SsdTier], None]]] = [
 ]
 
 
+@pytest.mark.pure
 def test_a_tier_that_was_changed_is_refused_by_number(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
         agent, client = await start(here, tmp_path / "tier")

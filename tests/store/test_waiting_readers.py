@@ -3,7 +3,6 @@ one that stood still learns whether they were still its own."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,6 +24,7 @@ from halfmoon.store.pool.slots import Owner
 from halfmoon.workers.decode.worker import DecodeWorker
 from halfmoon.workers.worker import WorkerConfig
 from tests.eventually import BOUND_S
+from tests.nats_in_process import run_at
 
 BLOCKS = 3
 ORDER = StartDecode(
@@ -78,6 +78,7 @@ async def push_all(prefill: AgentClient) -> None:
     await prefill.release("5-1")
 
 
+@pytest.mark.pure
 def test_kv_that_waits_for_room_longer_than_a_lease_is_still_there(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +98,7 @@ def test_kv_that_waits_for_room_longer_than_a_lease_is_still_there(
                 worker.obey(CancelOrder(order_id="5-1", worker_id="d1"))
                 await until(lambda: target.context.guard.counts().holds == 0)
 
-    asyncio.run(story())
+    run_at(nats_url, story())
 
 
 class StoppedCache:
@@ -110,6 +111,7 @@ class StoppedCache:
         self.go_on.wait(BOUND_S)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("withdrawn", [False, True])
 def test_a_worker_that_stood_still_learns_whether_its_slots_were_given_away(
     nats_url: str, withdrawn: bool
@@ -132,4 +134,4 @@ def test_a_worker_that_stood_still_learns_whether_its_slots_were_given_away(
                 await until(lambda: sequence.lease_held or withdrawn)
                 assert sequence.lease_held is not withdrawn
 
-    asyncio.run(story())
+    run_at(nats_url, story())

@@ -213,6 +213,7 @@ def test_a_hold_that_is_dropped_during_a_push(engine: Engine, place: Place, chan
     assert place.cache.k[:, 6].isnan().all()
 
 
+@pytest.mark.pure
 def test_a_push_to_a_place_that_dies_is_lost_by_name(engine: Engine, place: Place) -> None:
     with place.connect() as channel:
         place.close()
@@ -220,6 +221,7 @@ def test_a_push_to_a_place_that_dies_is_lost_by_name(engine: Engine, place: Plac
             push_tokens(channel, 1, engine.cache, [0], 0, BLOCK)
 
 
+@pytest.mark.pure
 def test_a_push_has_a_bound(engine: Engine, channel: WorkerChannel) -> None:
     blocks = [0] * (MESSAGES_MAX // LAYERS + 1)
     with pytest.raises(ValueError, match=r"tokens: [0-9]+ are [0-9]+ messages, and a push has 65536 at most"):

@@ -370,6 +370,7 @@ class WaitClock:
         return self.now_ns
 
 
+@pytest.mark.pure
 def test_the_wait_for_a_slow_place_is_measured(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(2)
     merge, slow, clock = HeldCaches.merge, model.places[1].cache, WaitClock()
