@@ -2,7 +2,8 @@
 
 A row has the commit, the seconds of each stage, pytest's closing line, its second runs and the largest stall of a test.
 `--load`: beside the run two loops that compute, at equal priority, and a writer that fills and syncs 200 MB again and
-again. Exit status 1 when a run was red; its row is kept too. A row is of its own commit, and is never older.
+again. Exit status 1 when a run was red; its row is kept too. A row is of its own commit, and is never older. The pages
+of figures are made anew with it.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ def main() -> None:
         green = green and row["green"]
         rows = orjson.loads(KEPT.read_bytes())["rows"] if KEPT.exists() else []
         keep(KEPT, {"rows": [*rows, row], "beside": now})
+        # The pages that tell of results belong to the same commit as the row: one without the other is red.
+        subprocess.run([sys.executable, ROOT / "benchmarks/figures.py"], check=True)
     sys.exit(0 if green else 1)
 
 
