@@ -74,9 +74,11 @@ def receives(channel: WorkerChannel) -> None:
 
 
 @contextlib.contextmanager
-def pair(kind: str, *, window: int = 8, **changes: Any) -> Iterator[tuple[WorkerChannel, WorkerChannel]]:
-    """The end that connected, and the one that listened."""
-    settings = options(kind)
+def pair(
+    kind: str, *, window: int = 8, sealed: bool = False, **changes: Any
+) -> Iterator[tuple[WorkerChannel, WorkerChannel]]:
+    """The end that connected, and the one that listened. `sealed`: in memory, headers carry keyed sums."""
+    settings = options(kind, encryption="never") if sealed else options(kind)
     more = {"window": window, **changes}
     with listening(hello("attention-0", **more), settings, kind) as listener:
         one = connect(addresses(listener, kind), hello("decode-0", **more), settings, peer="attention-0")

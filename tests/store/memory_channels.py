@@ -21,7 +21,7 @@ from halfmoon.store.channels.hello import ChannelHello
 from halfmoon.store.channels.listener import ChannelListener
 from halfmoon.store.channels.options import ChannelOptions
 from halfmoon.store.errors import ChannelError
-from halfmoon.store.transports.tcp.streams import POLL_MS, SOCKET_BYTES, ConnectionBroken
+from halfmoon.store.transports.tcp.streams import POLL_MS, SOCKET_BYTES, ConnectionBroken, Seal
 
 KIND = "memory"
 _numbers = itertools.count(1)
@@ -47,7 +47,7 @@ class MemoryListener(ChannelListener):
 
     def called(self) -> MemoryStream:
         """The end of whoever calls; the other one is greeted here."""
-        near, far = pair()
+        near, far = pair(sealed=self._options.encryption == "never")
         greeting = threading.Thread(target=self._greet, args=(far,), daemon=True)
         self._greeting.append(greeting)
         greeting.start()
@@ -105,9 +105,9 @@ class MemoryStream:
     """One end (`halfmoon.store.transports.tcp.streams.Stream`)."""
 
     kind = KIND
-    seal = None
 
-    def __init__(self, came: _Way, goes: _Way, over: threading.Event) -> None:
+    def __init__(self, came: _Way, goes: _Way, over: threading.Event, seal: Seal | None) -> None:
+        self.seal = seal
         self._came, self._goes, self._over = came, goes, over
         self._changed = came.changed
         self._closed = False
@@ -173,11 +173,13 @@ class MemoryStream:
                 os.close(self._came.told)
 
 
-def pair() -> tuple[MemoryStream, MemoryStream]:
+def pair(*, sealed: bool = False) -> tuple[MemoryStream, MemoryStream]:
+    """`sealed`: headers carry keyed sums, as between hosts in the clear."""
     changed = threading.Condition()
     one, other = _Way(changed), _Way(changed)
     over = threading.Event()
-    return MemoryStream(one, other, over), MemoryStream(other, one, over)
+    near, far = (Seal(b"near", b"far"), Seal(b"far", b"near")) if sealed else (None, None)
+    return MemoryStream(one, other, over, near), MemoryStream(other, one, over, far)
 
 
 def channel_kind(node: Any, otherwise: str = "unix") -> str:

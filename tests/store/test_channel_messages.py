@@ -32,9 +32,10 @@ __all__ = ["memory_is_reached", "nothing_is_left"]
 MIB = 1 << 20
 
 
-def test_messages_come_once_in_order_and_are_counted_by_op() -> None:
+@pytest.mark.parametrize("sealed", [False, True])
+def test_messages_come_once_in_order_and_are_counted_by_op(sealed: bool) -> None:
     rows, q, partial = 3, 9 * 64 * 4, (9 * 64 + 9) * 4
-    with pair(KIND) as (one, two):
+    with pair(KIND, sealed=sealed) as (one, two):
         for step in range(50):
             for layer in range(4):
                 one.send(
@@ -168,9 +169,10 @@ BROKEN: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("sealed", [False, True])
 @pytest.mark.parametrize("reason", BROKEN)
-def test_what_is_no_message_breaks_the_channel_and_says_why(reason: str) -> None:
-    with pair(KIND) as (one, two):
+def test_what_is_no_message_breaks_the_channel_and_says_why(reason: str, sealed: bool) -> None:
+    with pair(KIND, sealed=sealed) as (one, two):
         raw = Raw(one)
         raw.send(BROKEN[reason](raw))
         with pytest.raises(ProtocolBroken, match=f"decode-0: {reason}"):
@@ -179,8 +181,9 @@ def test_what_is_no_message_breaks_the_channel_and_says_why(reason: str) -> None
             one.receive(fresh)
 
 
-def test_more_than_the_window_breaks_the_channel_and_is_not_stored() -> None:
-    with pair(KIND, window=4) as (one, two):
+@pytest.mark.parametrize("sealed", [False, True])
+def test_more_than_the_window_breaks_the_channel_and_is_not_stored(sealed: bool) -> None:
+    with pair(KIND, window=4, sealed=sealed) as (one, two):
         raw = Raw(one)
         for _ in range(6):
             raw.send(raw.header())

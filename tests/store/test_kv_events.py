@@ -19,7 +19,6 @@ from halfmoon.store.client import StoreClient, key_of
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import TransferError
 from tests.eventually import BOUND_S
-from tests.nats_in_process import run_at
 
 BLOCK = 4 * 8192
 
@@ -102,7 +101,7 @@ def test_a_subscriber_knows_what_the_node_holds_and_a_late_one_asks_for_the_rest
             with pytest.raises(TransferError, match="in use"):
                 await here.agent("n2", kv_events=events_at)
 
-    run_at(nats_url, story())
+    asyncio.run(story())
 
 
 def addresses(agent: StoreAgent) -> list[str]:

@@ -191,7 +191,6 @@ def test_a_part_that_was_dropped_is_refused_though_it_was_listed(engine: Engine,
 
 
 @over_each_kind
-@pytest.mark.pure
 def test_a_place_that_dies_is_lost_by_name(engine: Engine, borrower: Borrower) -> None:
     tables, tokens = start(engine)
     borrower.lend("attention-1", 0, tables, 0, 1)
