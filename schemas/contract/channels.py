@@ -13,6 +13,7 @@ from halfmoon.schemas import (
     events,
     kv,
     lending,
+    locate,
     snapshots,
     status,
     store,
@@ -202,6 +203,14 @@ _PROCESSES: tuple[Channel, ...] = (
         action="receive",
         messages=(view.ViewRequest,),
         replies=(view.ClusterView,),
+    ),
+    Channel(
+        name="locate",
+        address=subjects.locate(),
+        summary="Which nodes have blocks, by the log. One conductor answers.",
+        action="receive",
+        messages=(locate.LocateBlocks,),
+        replies=(locate.BlocksLocated,),
     ),
     Channel(
         name="explain",
