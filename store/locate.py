@@ -13,8 +13,8 @@ from halfmoon.bus import errors as bus_errors
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import store as messages
 from halfmoon.schemas import subjects
-from halfmoon.schemas.locate import BlocksLocated, LocateBlocks
 from halfmoon.schemas.types import KEY_BYTES
+from halfmoon.schemas.view import BlocksLocated, LocateBlocks
 
 #: Of a conductor, which has the answer in memory.
 LOCATE_S = 1.0

@@ -57,10 +57,10 @@ from halfmoon.schemas.decisions import (
     StartStage,
 )
 from halfmoon.schemas.events import ClusterConfigured, Stamped, StateDigested, TimerFired
-from halfmoon.schemas.locate import BlocksLocated, LocateBlocks
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
+from halfmoon.schemas.view import BlocksLocated, LocateBlocks
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from halfmoon.schemas import (
     events,
     kv,
     lending,
-    locate,
     snapshots,
     status,
     store,
@@ -209,8 +208,8 @@ _PROCESSES: tuple[Channel, ...] = (
         address=subjects.locate(),
         summary="Which nodes have blocks, by the log. One conductor answers.",
         action="receive",
-        messages=(locate.LocateBlocks,),
-        replies=(locate.BlocksLocated,),
+        messages=(view.LocateBlocks,),
+        replies=(view.BlocksLocated,),
     ),
     Channel(
         name="explain",

@@ -13,9 +13,9 @@ from store_harness import Cluster, cluster
 
 from halfmoon.bus.connection import Bus
 from halfmoon.conductor.live import shell
-from halfmoon.schemas.locate import BlocksLocated, LocateBlocks
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.subjects import locate
+from halfmoon.schemas.view import BlocksLocated, LocateBlocks
 from halfmoon.store import client as store_client
 from halfmoon.store.client import ANY_NODE, StoreClient, key_of
 from halfmoon.store.errors import HolderUnreachable
