@@ -26,6 +26,8 @@
 #                           (HALFMOON_DYNAMO names the Python that has it, HALFMOON_DYNAMO_MODEL the directory of a model)
 #   make bench-vllm-router  environment, then what is found in the cache behind vllm-router, by KV events and in turn, into
 #                           results/ (HALFMOON_VLLM_ROUTER names its program)
+#   make bench-engine-routing  environment with tools, then sessions on two real vLLMs, behind us and behind vllm-router by turns,
+#                           into results/ (HALFMOON_VLLM and HALFMOON_VLLM_MODEL as for make test-vllm; HALFMOON_VLLM_ROUTER)
 #   make bench-vllm-tier    environment with tools, then times to the first token of a real vLLM from the store and by its own
 #                           prefill, into results/ (HALFMOON_VLLM and HALFMOON_VLLM_MODEL as for make test-vllm)
 #   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
@@ -63,7 +65,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-delays test-attention test-clocks test-vllm test-vllm-tier test-vllm-fleet test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-cpu-engines bench-dynamo bench-vllm-router bench-vllm-tier experiments experiments-check nightly golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-delays test-attention test-clocks test-vllm test-vllm-tier test-vllm-fleet test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-cpu-engines bench-dynamo bench-vllm-router bench-engine-routing bench-vllm-tier experiments experiments-check nightly golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -144,6 +146,9 @@ bench-dynamo: $(RUN_STAMP)
 
 bench-vllm-router: $(RUN_STAMP)
 	$(BIN)/python benchmarks/vllm_router.py --save vllm_router $(ARGS)
+
+bench-engine-routing: $(DEV_STAMP)
+	$(BIN)/python benchmarks/engine_routing.py --save engine_routing $(ARGS)
 
 bench-vllm-tier: $(DEV_STAMP)
 	$(BIN)/python benchmarks/vllm_tier.py --save vllm_tier $(ARGS)

@@ -16,17 +16,20 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusters import PATIENT, cluster, finish, parsed, parser
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.clusters import PATIENT, cluster, finish, parsed, parser
 from benchmarks.workloads import recorded_agents, rows
 
 POLICIES = ("halfmoon", "mooncake")
 FLAGS = ("--prefill", "2", "--decode", "2", "--pool-mib", "1024", *PATIENT)
 SCALE = 32
+#: A short load, before anything is measured.
+WARM = ("--requests", "8", "--concurrency", "4", "--prompt-tokens", "300", "--output-tokens", "4")
 
 
 def bench(http: str, *words: str) -> dict[str, Any]:
@@ -38,10 +41,34 @@ def bench(http: str, *words: str) -> dict[str, Any]:
     return found
 
 
+def session_words(trace: Path, seed: int, args: argparse.Namespace) -> list[str]:
+    """Options of `halfmoon bench` for the sessions of a round."""
+    words = ["--trace", str(trace), "--scale", str(SCALE), "--speed", str(args.speed), "--seed", str(seed)]
+    return [*words, "--sessions", str(args.sessions), "--turns", str(args.turns)]
+
+
+def by_turns(
+    names: Sequence[str], rounds: int, loaded: Callable[[str, Path, int], dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """A row of each round, with what `loaded` returns for each name. `loaded` gets the name, the round's sessions as a
+    trace, and its seed. Two names change places with each round.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        trace = Path(directory) / "sessions.jsonl"
+        for seed in range(1, rounds + 1):
+            trace.write_text("".join(json.dumps(row) + "\n" for row in rows(recorded_agents(seed))))
+            order = names if seed % 2 else names[::-1]
+            yield {"seed": seed, "first": order[0], **{name: loaded(name, trace, seed) for name in order}}
+
+
+def ratios(row: Mapping[str, Any], own: str, rival: str, kinds: Mapping[str, str]) -> dict[str, float]:
+    """By name of `kinds`: what that field is of `own`, over what it is of `rival`."""
+    return {name: round(row[own][field] / row[rival][field], 3) for name, field in kinds.items()}
+
+
 def loaded(http: str, trace: Path, seed: int, args: argparse.Namespace) -> dict[str, float]:
     """One round on one cluster: TTFT in ms, tokens of prompts, and how many of them were found in the KVCache."""
-    words = ["--trace", str(trace), "--scale", str(SCALE), "--speed", str(args.speed), "--seed", str(seed)]
-    found = bench(http, *words, "--sessions", str(args.sessions), "--turns", str(args.turns))
+    found = bench(http, *session_words(trace, seed, args))
     return {
         "requests": found["requests"],
         "ttft_mean_ms": found["mean_ttft_ms"],
@@ -54,21 +81,12 @@ def loaded(http: str, trace: Path, seed: int, args: argparse.Namespace) -> dict[
 def measured(addresses: Mapping[str, str], args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row of each round: `addresses` of HTTP by policy."""
     for http in addresses.values():  # both workers of a role are warm then
-        bench(http, "--requests", "8", "--concurrency", "4", "--prompt-tokens", "300", "--output-tokens", "4")
-    found = []
-    with tempfile.TemporaryDirectory() as directory:
-        trace = Path(directory) / "sessions.jsonl"
-        for number in range(args.rounds):
-            drawn = recorded_agents(number + 1)
-            trace.write_text("".join(json.dumps(row) + "\n" for row in rows(drawn)))
-            order = POLICIES if number % 2 == 0 else POLICIES[::-1]
-            ran = {policy: loaded(addresses[policy], trace, number + 1, args) for policy in order}
-            own, rival = (ran[policy] for policy in POLICIES)
-            ratios = {
-                name: round(own[f"ttft_{name}_ms"] / rival[f"ttft_{name}_ms"], 3) for name in ("mean", "p90")
-            }
-            found.append({"seed": number + 1, "first": order[0], **ran, "ratio": ratios})
-    return found
+        bench(http, *WARM)
+    found = by_turns(
+        POLICIES, args.rounds, lambda policy, trace, seed: loaded(addresses[policy], trace, seed, args)
+    )
+    kinds = {"mean": "ttft_mean_ms", "p90": "ttft_p90_ms"}
+    return [{**row, "ratio": ratios(row, *POLICIES, kinds)} for row in found]
 
 
 def line(row: Mapping[str, Any]) -> str:

@@ -285,7 +285,7 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len([each for each in every if each.arg not in ("self", "cls")])
 
 
-def _fields(modules: Mapping[str, Module]) -> list[tuple[int, str]]:
+def fields(modules: Mapping[str, Module]) -> list[tuple[int, str]]:
     """Annotated fields of each class but those of the class itself, inherited ones left out, and its name."""
     return [
         (
@@ -350,7 +350,7 @@ def figures(root: Path) -> dict[str, Any]:
         "functions over 40 lines, percent": round(100 * sum(n > 40 for n, _ in lengths) / len(lengths), 1),
         "functions with over 6 parameters": sum(count > 6 for count, _ in wide),
         "most parameters": "{} ({})".format(*max(wide)),
-        "fields of the largest record": "{} ({})".format(*max(_fields(modules))),
+        "fields of the largest record": "{} ({})".format(*max(fields(modules))),
         "comparisons with a role's name": sum(module.role_comparisons() for module in modules.values()),
         "clumsy words per 1,000 of prose": _clumsy(modules),
         "reasons in the hardest files, percent": round(

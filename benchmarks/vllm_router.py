@@ -39,6 +39,14 @@ class Source(NamedTuple):
     replay: str
 
 
+class RunningRouter(NamedTuple):
+    """Its URL, that of its metrics, and its process."""
+
+    http: str
+    metrics: str
+    pid: int
+
+
 def conversations(count: int, turns: int, words: int, draw: random.Random) -> list[tuple[int, str]]:
     """(conversation, prompt) in the order in which they come: `count` conversations of `turns` turns, each turn `words`
     words behind all before it. Which conversation is next is drawn.
@@ -63,8 +71,10 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def router(program: str, sources: list[Source], policy: str, model: str) -> Iterator[tuple[str, str]]:
-    """Its URL, and that of its metrics."""
+def router(
+    program: str, sources: list[Source], policy: str, model: str, block_tokens: int = BLOCK_TOKENS
+) -> Iterator[RunningRouter]:
+    """vllm-router before these workers, whose KV events tell blocks of `block_tokens`."""
     port, metrics = free_port(), free_port()
     words = [
         program, "--host", "127.0.0.1", "--port", f"{port}", "--prometheus-port", f"{metrics}",
@@ -75,7 +85,7 @@ def router(program: str, sources: list[Source], policy: str, model: str) -> Iter
         for each in sources:
             words += ["--kv-event-source", f"{each.http}={each.events}"]
             words += ["--kv-event-replay-source", f"{each.http}={each.replay}"]
-        words += ["--kv-event-block-size", f"{BLOCK_TOKENS}", "--kv-event-model", model]
+        words += ["--kv-event-block-size", f"{block_tokens}", "--kv-event-model", model]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until = time.monotonic() + START_S
@@ -88,7 +98,7 @@ def router(program: str, sources: list[Source], policy: str, model: str) -> Iter
                     raise SystemExit(f"{program} does not start with {policy}") from None
                 time.sleep(0.2)
         time.sleep(1.0)  # until its subscriptions are known
-        yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics}/metrics"
+        yield RunningRouter(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics}/metrics", process.pid)
     finally:
         process.terminate()
         process.wait(20)
@@ -151,8 +161,8 @@ def main() -> None:
             model = json.load(answer)["data"][0]["id"]
         for seed, policy in enumerate(POLICIES):
             prompts = conversations(args.conversations, args.turns, args.words, random.Random(seed))
-            with router(program, sources, policy, model) as (url, _):
-                result[policy] = measured(url, model, prompts, args.pause_s)
+            with router(program, sources, policy, model) as running:
+                result[policy] = measured(running.http, model, prompts, args.pause_s)
     lines = [
         f"{policy}: of {result[policy]['prompt_tokens']} prompt tokens {result[policy]['cached_tokens']} were found "
         f"in the cache ({result[policy]['share']:.1%}; {result[policy]['cacheable_tokens']} had been there before)"

@@ -273,6 +273,7 @@ ROLES: dict[ProcessRole, RoleTraits] = {
                 subjects.status(subjects.CONDUCTORS),
                 subjects.view(subjects.CONDUCTORS),
                 subjects.explain(ME),
+                subjects.locate(),
             ),
         ),
     ),

@@ -148,6 +148,11 @@ def view(process_id: str) -> str:
     return f"{ROOT}.view.{process_id}"
 
 
+def locate() -> str:
+    """One of the conductors answers which nodes have blocks."""
+    return f"{ROOT}.locate"
+
+
 def explain(process_id: str) -> str:
     """A conductor answers why a request went where it went."""
     return f"{ROOT}.explain.{process_id}"

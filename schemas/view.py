@@ -1,6 +1,8 @@
-"""The content of the cluster's page: a conductor's view of the cluster, and the grounds of one request's placement.
+"""A conductor's view of the cluster: the content of its page, the grounds of one request's placement, and which nodes
+have blocks.
 
-Core NATS, never stored, and only while somebody looks. No text and no tokens of any prompt: lengths, times and names.
+Core NATS, never stored, and only while somebody looks or asks. No text and no tokens of any prompt: lengths, times and
+names.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import msgspec
 
 from halfmoon.schemas.events import Tier
 from halfmoon.schemas.status import NodeStatus, RequestCounts
-from halfmoon.schemas.types import Blocks, Bytes, Count, Id, Message, Ns, Part, Seq, Text, Tokens
+from halfmoon.schemas.types import BlockKeys, Blocks, Bytes, Count, Id, Message, Ns, Part, Seq, Text, Tokens
 
 Stage = Literal["waiting", "queued", "transfer", "prefill", "handover", "decode"]
 Ending = Literal["open", "finished", "rejected", "failed", "cancelled"]
@@ -195,3 +197,18 @@ class Explained(Message, frozen=True):
     prefill_heads: list[str]
     decode_heads: list[str]
     grounds: list[Grounds]
+
+
+class LocateBlocks(Message, frozen=True):
+    """To the conductors, of which one answers: which nodes, none of `besides`, have these blocks?"""
+
+    block_keys: BlockKeys
+    besides: list[Id] = []
+
+
+class BlocksLocated(Message, frozen=True):
+    """Nodes that hold these blocks between them, as far as any node does, those with most of them first, and a few
+    replicas behind them. By the log: what a node has since stored or evicted, it says itself.
+    """
+
+    nodes: list[Id] = []

@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import sys
 import uuid
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,13 +44,15 @@ from halfmoon.store.errors import (
     TransferError,
     WrongSize,
 )
-from halfmoon.store.locate import find_holders
+from halfmoon.store.locate import find_holders, located
 from halfmoon.store.pool.checksums import block_sum
 from halfmoon.store.pool.segment import PoolView, require_unchanged
 
 Array = npt.NDArray[np.uint8]
 #: Copies up to this size are made at once; longer ones in a thread (numpy lets go of the interpreter lock).
 INLINE_BYTES = 256 * 1024
+#: Among a client's peers: whichever nodes have the blocks.
+ANY_NODE = "*"
 
 
 def key_of(name: str, *, tenant: str = "") -> bytes:
@@ -125,11 +127,14 @@ class StoreClient:
     """See the module. Use it from one event loop; make it with `connect`."""
 
     def __init__(self, bus: Bus, *, node_id: str, tenant: str = "", peers: Sequence[str] = ()) -> None:
-        """`peers`: other nodes that are asked for blocks that are not here; their agents need not be up."""
+        """`peers`: other nodes that are asked for blocks that are not here; their agents need not be up. `ANY_NODE`
+        among them: those that have the blocks, which conductors know.
+        """
         self._bus = bus
         self._node_id = node_id
         self._tenant = tenant
-        self._peers = [peer for peer in peers if peer != node_id]
+        self._peers = [peer for peer in peers if peer not in (node_id, ANY_NODE)]
+        self._anywhere = ANY_NODE in peers
         self._party = f"client-{uuid.uuid4().hex[:16]}"
         self._door = AgentClient(bus, node_id=node_id, worker_id=self._party)
         self._own_bus = False
@@ -422,12 +427,24 @@ class StoreClient:
             found.problems.pop(i, None)
 
     async def _ask_peers(
-        self, keys: Sequence[bytes], *, without: Container[str] = ()
+        self, keys: Sequence[bytes], *, without: Collection[str] = ()
     ) -> tuple[dict[int, list[str]], list[str]]:
-        peers = [node_id for node_id in self._peers if node_id not in without]
-        if not keys or not peers:
+        """Holders of the key of that index, and the names of those that did not answer."""
+        if not keys:
             return {}, []
-        return await find_holders(self._bus, peers, _joined(keys), self._tenant)
+        peers = [node_id for node_id in self._peers if node_id not in without]
+        unheard: list[str] = []
+        if self._anywhere:
+            nodes = await located(self._bus, _joined(keys), {self._node_id, *without})
+            if nodes is None:
+                unheard = ["the conductors"]
+            else:
+                peers = list(dict.fromkeys([*nodes, *peers]))
+        if not peers:
+            return {}, unheard
+        # They are asked all the same: a conductor knows no tenants, and the newest block not yet.
+        holders, silent = await find_holders(self._bus, peers, _joined(keys), self._tenant)
+        return holders, [*unheard, *silent]
 
     async def _give_back(self, found: _Found) -> None:
         for order_id in found.orders:

@@ -1,9 +1,11 @@
-"""Finds the holders of blocks by asking the agents, for programs without a conductor's orders."""
+"""Finds the holders of blocks, for programs without a conductor's orders: by asking the agents, of which the conductors
+know which have them.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from nats.errors import Error as NatsError
 
@@ -12,10 +14,23 @@ from halfmoon.bus.connection import Bus
 from halfmoon.schemas import store as messages
 from halfmoon.schemas import subjects
 from halfmoon.schemas.types import KEY_BYTES
+from halfmoon.schemas.view import BlocksLocated, LocateBlocks
 
+#: Of a conductor, which has the answer in memory.
+LOCATE_S = 1.0
 PROBE_S = 2.0
 #: Once every block has a holder, the other agents have this long to name themselves as replicas.
 LATE_S = 0.02
+
+
+async def located(bus: Bus, block_keys: bytes, besides: Collection[str]) -> list[str] | None:
+    """Nodes, none of `besides`, that are worth asking for these blocks; None: no conductor answers."""
+    request = LocateBlocks(block_keys=block_keys, besides=sorted(besides))
+    try:
+        answer = await bus.request(subjects.locate(), request, BlocksLocated, timeout_s=LOCATE_S)
+    except (bus_errors.BusError, NatsError):
+        return None
+    return answer.nodes
 
 
 async def find_holders(

@@ -32,7 +32,7 @@ NOT_IN_BENCH = {
 #: What measures nothing by itself, or, as the experiments do, on no clock.
 NO_SHORT_FORM = {"engine_ends", "experiments", "figures", "mooncake_store", "workloads"}
 #: What runs nowhere but where somebody installed more.
-NEEDS_MORE = {"cpu_engines", "dynamo_edge", "vllm_router", "vllm_tier"}
+NEEDS_MORE = {"cpu_engines", "dynamo_edge", "engine_routing", "vllm_router", "vllm_tier"}
 
 
 def named(variable: str) -> list[str]:

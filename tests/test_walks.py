@@ -12,7 +12,7 @@ from benchmarks import structure
 from tests.sources import parsed
 
 ROOT = Path(__file__).parents[1]
-FOLDER_FILES_MAX = 20
+FOLDER_FILES_MAX, IMPORTS_MAX, FIELDS_MAX = 20, 22, 20
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,11 @@ def test_the_walk_of_any_event_comes_back_no_more_often_than_it_did(
     assert structure.walk(modules, structure.EVENT).returns <= 91
 
 
-def test_a_folder_has_few_files_and_the_cores_head_few_imports(modules: dict[str, structure.Module]) -> None:
+def test_a_folder_has_few_files_a_module_few_imports_and_a_record_few_fields(
+    modules: dict[str, structure.Module],
+) -> None:
     sizes = Counter(each.folder for each in modules.values())
     assert {folder: size for folder, size in sizes.items() if size > FOLDER_FILES_MAX} == {}
-    assert len(modules["conductor.core.machine"].imports) <= 22
+    imports = {name: len(each.imports) for name, each in modules.items()}
+    assert {name: count for name, count in imports.items() if count > IMPORTS_MAX} == {}
+    assert [each for each in structure.fields(modules) if each[0] > FIELDS_MAX] == []

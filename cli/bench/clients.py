@@ -71,7 +71,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model that the cluster serves; `context` in tokens, prompt and answer together."""
+    """The model that is served; `context` in tokens, prompt and answer together. `vocab_size` is 0 where a server does
+    not tell it, as vLLM and SGLang do not.
+    """
 
     name: str
     context: int
@@ -79,12 +81,14 @@ class Model:
 
     @classmethod
     def read(cls, listed: dict[str, Any]) -> Model:
-        """Raises OptionInvalid when the answer is not that of a halfmoon cluster."""
+        """Raises OptionInvalid when the answer is no list of models with their context."""
         try:
             model = listed["data"][0]
-            return cls(model["id"], model["max_model_len"], model["vocab_size"])
-        except (KeyError, IndexError, TypeError):
-            raise OptionInvalid(f"no halfmoon cluster answers there: {str(listed)[:200]}") from None
+            return cls(model["id"], model["max_model_len"], model.get("vocab_size", 0))
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise OptionInvalid(
+                f"no list of models with max_model_len comes from there: {str(listed)[:200]}"
+            ) from None
 
 
 class Target(Protocol):

@@ -96,6 +96,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("HTTP")
     group.add_argument("--http", metavar="URL", default="", help="go there instead of NATS")
     group.add_argument("--api-key", default="", help="of HTTP")
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of the model, for other servers than halfmoon's, which do not tell it",
+    )
     add_bus(parser)
     add_config(parser)
 
@@ -112,8 +119,11 @@ async def run(args: argparse.Namespace) -> int:
     target = _target(args)
     try:
         model = await target.open()
+        vocab_size = args.vocab_size or model.vocab_size
+        if not vocab_size:
+            raise OptionInvalid("--vocab-size: the server does not tell how many tokens its model has")
         plan, about = planned(args, model)
-        driver = Driver(target, Texts(model.vocab_size, about["seed"]), plan, limits_of(args))
+        driver = Driver(target, Texts(vocab_size, about["seed"]), plan, limits_of(args))
         complete = await _watched(driver, args, about["total"])
     finally:
         await target.close()
@@ -161,6 +171,7 @@ def _check(args: argparse.Namespace) -> None:
         ("prefixes", 1, 10**9),
         ("seed", -1, 2**63 - 1),
         ("scale", 0, SCALE_MAX),
+        ("vocab_size", 0, 2**31),
     ):
         value = getattr(args, option)
         if not least <= value <= most:

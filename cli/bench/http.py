@@ -20,6 +20,7 @@ class HttpTarget:
         self.where = url.rstrip("/")
         self._key = key
         self._session: aiohttp.ClientSession | None = None
+        self._model = ""
 
     async def open(self) -> Model:
         headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
@@ -29,10 +30,12 @@ class HttpTarget:
         )
         try:
             async with asyncio.timeout(CONNECT_S), self._session.get(f"{self.where}/v1/models") as response:
-                return Model.read(orjson.loads(await response.read()))
+                model = Model.read(orjson.loads(await response.read()))
         except (aiohttp.ClientError, orjson.JSONDecodeError, TimeoutError, ValueError) as problem:
             reason = str(problem) or type(problem).__name__
             raise BusUnreachable(f"no frontend answers over HTTP at {self.where}: {reason}") from None
+        self._model = model.name
+        return model
 
     async def close(self) -> None:
         if self._session is not None:
@@ -40,7 +43,9 @@ class HttpTarget:
 
     async def ask(self, record: Record, body: dict[str, Any]) -> None:
         assert self._session is not None
-        payload = orjson.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
+        # Other servers want a request to name its model.
+        more = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
+        payload = orjson.dumps({**body, **more})
         headers = {"content-type": "application/json"}
         record.sent_ns = time.monotonic_ns()
         try:

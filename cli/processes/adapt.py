@@ -148,15 +148,17 @@ async def _work(
     profile: CostProfile,
     stop: asyncio.Event,
 ) -> None:
-    from halfmoon.workers.adapters.worker import AdaptedModel, AdapterMetrics, AdapterWorker
+    from halfmoon.workers.adapters.engine_link import EngineLink
+    from halfmoon.workers.adapters.metrics import AdapterMetrics
+    from halfmoon.workers.adapters.worker import AdaptedModel, AdapterWorker
     from halfmoon.workers.worker import WorkerConfig
 
     tracing = start_tracing(args, args.role, args.id)
     bus = await connect(args, args.id)
+    engine = EngineLink(api, mirror, config.vocab)
     worker = AdapterWorker(
         bus,
-        api,
-        mirror,
+        engine,
         WorkerConfig(
             worker_id=args.id,
             node_id=args.id,
@@ -167,7 +169,7 @@ async def _work(
             batch_max=args.engine_batch_max,
             token_budget=args.engine_token_budget if args.role == "mixed" else 0,
         ),
-        AdaptedModel(facts.model, config.vocab, frozenset(config.eos_token_ids)),
+        AdaptedModel(facts.model, frozenset(config.eos_token_ids)),
         args.role,
     )
     worker.tracing = tracing
@@ -175,12 +177,12 @@ async def _work(
     await say_takes_orders(bus, f"adapter {args.id}")
     registry = process_registry(bus, role=args.role, process_id=args.id, node_id=args.id)
     registry.register(worker.metrics)
-    registry.register(AdapterMetrics(mirror))
+    registry.register(AdapterMetrics(mirror, lambda: worker.state.prompts_recomputed))
     try:
         async with shown(args, registry):
-            await until_stopped(bus, args.health_file, worker.failed, stop=stop, over=worker.lost)
+            await until_stopped(bus, args.health_file, worker.failed, stop=stop, over=engine.lost)
     finally:
-        lost = worker.lost.result() if worker.lost.done() else ""
+        lost = engine.why_lost()
         if lost:
             say(f"adapter {args.id}: {lost}")
         await worker.stop(drain_s=0.0 if lost else args.drain_s)

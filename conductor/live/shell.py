@@ -60,6 +60,7 @@ from halfmoon.schemas.events import ClusterConfigured, Stamped, StateDigested, T
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
+from halfmoon.schemas.view import BlocksLocated, LocateBlocks
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +148,8 @@ class Shell:
         goal = await self._bus.last_seq()
         await self._read(self._bus.events(after=self._after, last=goal))
         self._catch_up()
+        # Not before: what it does not know yet would be told as being nowhere.
+        await self._bus.serve(subjects.locate(), LocateBlocks, self._locate, queue=subjects.CONDUCTORS)
         after = max(self._after, self.core.seq, goal)
         await self._read(self._bus.events(after=after))
 
@@ -233,6 +236,9 @@ class Shell:
             except BusError as problem:
                 log.warning("timer %s is not stored yet: %s", key, problem)
                 await asyncio.sleep(TIMER_RETRY_S)
+
+    def _locate(self, request: LocateBlocks) -> BlocksLocated:
+        return BlocksLocated(nodes=self.core.state.index.nodes_with(request.block_keys, request.besides))
 
     def _status(self, request: StatusRequest) -> ConductorStatus:
         return conductor_status(

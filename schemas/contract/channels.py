@@ -204,6 +204,14 @@ _PROCESSES: tuple[Channel, ...] = (
         replies=(view.ClusterView,),
     ),
     Channel(
+        name="locate",
+        address=subjects.locate(),
+        summary="Which nodes have blocks, by the log. One conductor answers.",
+        action="receive",
+        messages=(view.LocateBlocks,),
+        replies=(view.BlocksLocated,),
+    ),
+    Channel(
         name="explain",
         address=subjects.explain("{conductor_id}"),
         summary="Why a request went where it went: every candidate, and what then happened.",

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import xxhash
@@ -25,8 +25,8 @@ from nats.errors import Error as NatsError
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
-from halfmoon.schemas.types import Id
-from halfmoon.store.client import StoreClient
+from halfmoon.schemas.types import ID_PATTERN, Id
+from halfmoon.store.client import ANY_NODE, StoreClient
 from halfmoon.store.errors import StoreError
 
 REST_S = 1.0
@@ -36,6 +36,9 @@ BATCH_BYTES = 64 << 20
 FAILURES = (StoreError, BusError, NatsError, TimeoutError)
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+Peer = Annotated[str, msgspec.Meta(pattern=rf"{ID_PATTERN}|^\{ANY_NODE}$")]
 
 
 class LinkOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,8 +51,8 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     nats_credentials: str = ""
     nats_ca: str = ""
     tenant: str = ""
-    #: Other nodes that are asked for blocks that this one lacks.
-    peers: tuple[Id, ...] = ()
+    #: Other nodes that are asked for blocks that this one lacks; `ANY_NODE`: those that have them.
+    peers: tuple[Peer, ...] = ()
     #: Blocks of other weights are never read: change it whenever the weights change.
     weight_version: str = ""
     #: A lookup that is not answered within this time is a miss.

@@ -68,8 +68,8 @@ class Engine:
         context = zmq.asyncio.Context()
         self.pub, self.router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
         if not args.no_events:
-            self.pub.bind(f"tcp://127.0.0.1:{args.port + 1}")
-            self.router.bind(f"tcp://127.0.0.1:{args.port + 2}")
+            self.pub.bind(f"tcp://{args.host}:{args.port + 1}")
+            self.router.bind(f"tcp://{args.host}:{args.port + 2}")
 
     # --- KV events ------------------------------------------------------------------------------------------
 
@@ -338,13 +338,18 @@ class Engine:
         )
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self.args.port).start()
+        await web.TCPSite(runner, self.args.host, self.args.port).start()
         await self.answer_replays()
 
 
 def main() -> None:
+    asyncio.run(Engine(options().parse_args()).run())
+
+
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--block-tokens", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=512)
     parser.add_argument("--context", type=int, default=4096)
@@ -358,7 +363,7 @@ def main() -> None:
     parser.add_argument("--no-token-ids", action="store_true")
     parser.add_argument("--connector", action="store_true")
     parser.add_argument("--dev-mode", action="store_true")
-    asyncio.run(Engine(parser.parse_args()).run())
+    return parser
 
 
 if __name__ == "__main__":

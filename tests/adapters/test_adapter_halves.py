@@ -242,6 +242,7 @@ def broken(status: int | None, *, retryable: bool = True) -> AnswerBroke:
 def test_an_engine_that_cannot_have_the_kv_computes_it(how: Any) -> None:
     state = decode()
     (body,) = asked(hears(state, decode_ordered(), taken(), prefilled()))
+    assert state.prompts_recomputed == 0
     again = hears(state, how)
     assert reports(again) == []
     assert asked(again) == [{name: each for name, each in body.items() if name != "kv_transfer_params"}]
@@ -250,6 +251,7 @@ def test_an_engine_that_cannot_have_the_kv_computes_it(how: Any) -> None:
     (failed,) = reports(hears(state, how))
     assert isinstance(failed, DecodeFailed)
     assert state.recomputed == set()
+    assert state.prompts_recomputed == 1
 
 
 @pytest.mark.parametrize("status", [404, 429, 503])

@@ -113,7 +113,8 @@ async def found_again(fleet: FakeFleet, ids: list[int], at: str) -> None:
     """The conductors know the prompt's blocks at the worker, and its engine reads them."""
     with fleet.only(at):  # which worker is sooner rests on times that were learned
         said = await fleet.ask(ids)
-    (order,) = [
+    # The other engine may have been asked before: it refused, and the request was placed again.
+    *_, order = [
         one.decision
         for one in await fleet.cluster.decisions()
         if isinstance(one.decision, StartMixed) and one.decision.request_id == said["id"]

@@ -72,8 +72,8 @@ def test_a_router_finds_what_was_served_before_it_came_and_since(tmp_path: Path)
         with running(tmp_path, "--prefill", "1", "--decode", "1", *PATIENT, *flags) as cluster:
             post(f"{cluster.http}/v1/completions", prompt(old))
             source = Source(cluster.http, events, replay)
-            with router(program, [source], "kv_aware", MODEL) as (url, metrics):
-                asked = Asked(url, metrics)
+            with router(program, [source], "kv_aware", MODEL) as running_router:
+                asked = Asked(running_router.http, running_router.metrics)
                 asked.post("/v1/completions", prompt(new))
                 assert asked.hits() == 0
                 # The first batch that it heard showed a gap: what was before was asked for again.

@@ -112,3 +112,45 @@ def test_an_index_comes_back_from_its_image_as_it_was(nodes: int) -> None:
     assert again.image() == index.image()
     assert again.match(keys(30), 30) == index.match(keys(30), 30)
     assert len(again.match(keys(30), 30)) == nodes
+
+
+def test_the_nodes_that_are_named_hold_between_them_all_that_any_node_holds() -> None:
+    chain = keys(8)
+    index = index_of(
+        a=chain[: 16 * 5],
+        b=chain[16 * 4 : 16 * 7],
+        c=chain[16 * 3 : 16 * 5],
+        d=chain[:16],
+        e=b"",
+        f=keys(3, seed=2),
+    )
+    # `a` has five of the eight and `b` the two that are left; nobody has the last. Two more, as replicas.
+    assert index.nodes_with(chain) == ["a", "b", "c", "d"]
+    assert index.nodes_with(chain, ["a", "nobody"]) == ["b", "c", "d"]
+    assert index.nodes_with(chain[16 * 7 :]) == []
+    assert index.nodes_with(b"") == []
+
+
+def test_blocks_on_an_ssd_are_found_and_a_replica_is_named_once() -> None:
+    chain = keys(2)
+    index = index_of(a=chain[:16], b=b"")
+    index.add("a", chain, "ssd")
+    index.add("b", chain, "ssd")
+    assert index.nodes_with(chain) == ["a", "b"]
+    index.leave("a")
+    assert index.nodes_with(chain) == ["b"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_cover_leaves_no_block_out(seed: int) -> None:
+    draw = random.Random(seed)
+    chain = keys(40, seed=seed)
+    names = split_keys(chain)
+    held = {f"n{node}": [key for key in names if draw.random() < 0.15] for node in range(12)}
+    index = index_of(**{node: b"".join(own) for node, own in held.items()})
+    besides = draw.sample(sorted(held), 3)
+    found = index.nodes_with(chain, besides)
+    assert not {*found} & {*besides}
+    assert len({*found}) == len(found)
+    anywhere = {key for node, own in held.items() if node not in besides for key in own}
+    assert {key for node in found for key in held[node]} == anywhere

@@ -47,16 +47,23 @@ OVERLAYS = {
     "plain": [],
     "gpu": ["-f", "docker/compose.gpu.yaml"],
     "small": ["-f", "docker/compose.small.yaml"],
+    "vllm": ["-f", "docker/compose.vllm.yaml"],
     "observability": ["--profile", "observability"],
 }
 
 
-@pytest.mark.parametrize("overlay", [*sizes("plain", "gpu"), *sizes("observability", "small")])
+#: Unmodified, so what they write to is their own.
+ENGINES = {"vllm-0", "vllm-1"}
+SCALES = {"small": (1, 2), "vllm": (0, 3)}
+
+
+@pytest.mark.parametrize("overlay", [*sizes("plain", "gpu"), *sizes("observability", "small"), "vllm"])
 def test_compose_takes_the_files_without_a_word(overlay: str) -> None:
     """Each compose that is here, of version 1 or 2; it needs no engine for that."""
     clean = {
         name: value for name, value in os.environ.items() if not name.startswith(("HALFMOON_", "COMPOSE_"))
     }
+    clean["HALFMOON_MODEL_DIR"] = "/models/any"  # compose.vllm.yaml wants one
     seen = 0
     for command in COMPOSE_COMMANDS:
         if shutil.which(command[0]) is None or _run([*command, "version"], clean).returncode:
@@ -68,9 +75,10 @@ def test_compose_takes_the_files_without_a_word(overlay: str) -> None:
             *services
         }
         for name, service in services.items():
-            assert service["read_only"] is True, name  # what is on top takes nothing away
-        small = overlay == "small"
-        assert (services["prefill"]["scale"], services["conductor"]["scale"]) == ((1, 2) if small else (2, 3))
+            # What is on top takes nothing away.
+            assert (service.get("read_only") is True) == (name not in ENGINES), name
+        scales = SCALES.get(overlay, (2, 3))
+        assert (services["prefill"]["scale"], services["conductor"]["scale"]) == scales
         if overlay != "gpu":  # its GPUs are for prefill and decode nodes
             for part in ("mem_limit", "shm_size", "cpus"):
                 assert len({str(services[role][part]) for role in WORKER_ROLES}) == 1, part
@@ -130,7 +138,8 @@ def test_compose_and_kubernetes_run_the_same_processes() -> None:
     # An adapter stands beside an engine of another's, wherever that is.
     assert set(found) == {"nats", *ROLES} - {"adapt"}
     known = {f"{PREFIX}{name.upper()}" for name in _options_of_processes()}
-    of_secrets = {"HALFMOON_ATTENTION", "HALFMOON_MIXED"}  # by the table of roles
+    # By the table of roles, and of adapters.
+    of_secrets = {"HALFMOON_ATTENTION", "HALFMOON_MIXED", "HALFMOON_ADAPT"}
     ours = [service for service in compose.values() if "profiles" not in service]
     settings = {name for service in ours for name in service.get("environment") or {}}
     used = {
@@ -191,6 +200,37 @@ def test_every_kind_of_node_has_its_keys_its_ports_and_its_pool(role: WorkerRole
         for port in rule["ports"]
     }
     assert reached == listens
+
+
+VLLM = yaml.safe_load((ROOT / "docker" / "compose.vllm.yaml").read_text())
+
+
+def test_an_adapter_is_bounded_and_without_rights_and_an_engine_is_alone_with_it() -> None:
+    for number in (0, 1):
+        engine, adapter = VLLM["services"][f"vllm-{number}"], VLLM["services"][f"adapt-{number}"]
+        assert engine["networks"] == [f"engine-{number}"]
+        assert adapter["networks"] == ["inside", f"engine-{number}"]
+        assert VLLM["networks"][f"engine-{number}"] == {"internal": True}
+        for service in (engine, adapter):
+            assert service["cap_drop"] == ["ALL"]
+            assert service["security_opt"] == ["no-new-privileges:true"]
+            assert "ports" not in service
+            assert service["mem_limit"]
+            assert service["healthcheck"]["test"]
+        assert adapter["read_only"] is True
+        assert adapter["pids_limit"]
+        assert adapter["cpus"]
+
+
+def test_an_adapter_is_started_with_words_that_it_knows() -> None:
+    parser = parser_of("adapt")
+    known = {f"{PREFIX}{action.dest.upper()}" for action in parser._actions if action.option_strings}
+    for number in (0, 1):
+        service = VLLM["services"][f"adapt-{number}"]
+        args = parser.parse_args(service["command"][2:])
+        assert (args.id, args.url) == (f"vllm-{number}", f"http://vllm-{number}:8000")
+        assert args.nats_nkey_file == f"/run/secrets/{args.id}.nk"
+        assert {name for name in service["environment"] if name.startswith(PREFIX)} <= known
 
 
 def _is(document: dict[str, Any], kind: str, name: str) -> bool:

@@ -25,8 +25,8 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.store.agent.agent import StoreAgent
 from halfmoon.store.agent.metrics import StoreMetrics
 from halfmoon.store.config import StoreConfig
+from halfmoon.workers.adapters.metrics import AdapterMetrics
 from halfmoon.workers.adapters.mirror import EngineMirror
-from halfmoon.workers.adapters.worker import AdapterMetrics
 from halfmoon.workers.decode.worker import DecodeWorker
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.log_health import LogHealth
@@ -133,7 +133,7 @@ async def processes(url: str, scratch: Path) -> AsyncIterator[dict[str, Collecto
             block_tokens=256, cache_tokens=1024, cache_blocks=64, events="", replay="", topic=""
         )
         registries["mixed"] = process_registry(await bus("a"), role="mixed", process_id="a", node_id="a")
-        registries["mixed"].register(AdapterMetrics(mirror))
+        registries["mixed"].register(AdapterMetrics(mirror, lambda: 0))
         of_frontend = process_registry(one := await bus("f"), role="frontend", process_id="f")
         registries["frontend"] = FrontendMetrics(MODEL, of_frontend).registry
         seeing = FrontendConfig(frontend_id="f", model=MODEL, log_directory=str(scratch))

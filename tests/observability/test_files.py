@@ -112,9 +112,13 @@ def test_prometheus_finds_every_process_of_the_compose_file_and_grafana_finds_pr
         for found in job["dns_sd_configs"]:
             named.setdefault(job["job_name"], set()).update((name, found["port"]) for name in found["names"])
     port = int(services["conductor"]["environment"]["HALFMOON_METRICS_PORT"])
+    over = yaml.safe_load((ROOT / "docker" / "compose.vllm.yaml").read_text())["services"]
+    adapters = {name for name in over if name.startswith("adapt-")}
+    assert {over[name]["environment"]["HALFMOON_METRICS"] for name in adapters} == {f"0.0.0.0:{port}"}
     assert named == {
         "conductor": {("conductor", port)},
         **{role: {(role, port)} for role in WORKER_ROLES},
+        "mixed": {(name, port) for name in {"mixed", *adapters}},
         "store": {(role, port + 1) for role in WORKER_ROLES},
         "frontend": {("frontend-0", 8000), ("frontend-1", 8000)},
     }

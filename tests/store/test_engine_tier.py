@@ -187,6 +187,7 @@ def test_a_store_of_blocks_of_another_size_is_refused_at_the_start(nats_url: str
         ({"node": "a.b"}, r"\$\.node"),
         ({"node": "a", "nodes": "b"}, "unknown field `nodes`"),
         ({"node": "a", "peers": "b"}, r"\$\.peers"),
+        ({"node": "a", "peers": ["n1", "*x"]}, r"\$\.peers\[1\]"),
         ({"node": "a", "lookup_s": 0}, r"lookup_s: 0\S* is not in 0\.\.600"),
         ({"node": "a", "block_compute_s": -1}, r"block_compute_s: -1\S* is not in 0\.\.600"),
     ],
@@ -194,6 +195,11 @@ def test_a_store_of_blocks_of_another_size_is_refused_at_the_start(nats_url: str
 def test_options_that_are_wrong_are_named(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=f"configuration of the halfmoon tier: .*{told}"):
         TierOptions.of(given)
+
+
+@pytest.mark.pure
+def test_peers_are_nodes_or_whichever_has_the_blocks() -> None:
+    assert TierOptions.of({"node": "a", "peers": ["*", "n-1"]}).peers == ("*", "n-1")
 
 
 @pytest.mark.pure

@@ -12,6 +12,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,44 @@ def served(
             process.wait(BOUND_S)
             for file in left:
                 file.unlink(missing_ok=True)
+
+
+@dataclass
+class RealEngine:
+    """`vllm serve`, unmodified, on one core. `events`, `replay`: where it tells its KV events, and past ones."""
+
+    url: str
+    events: str
+    replay: str
+    process: subprocess.Popen[bytes]
+
+    def stop(self) -> None:
+        """All its processes stand still."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """All its processes, and the shared memory that they cannot remove any more."""
+        left = shared_memory(self.process.pid)
+        os.killpg(self.process.pid, signal.SIGKILL)
+        for file in left:
+            file.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def real_engine(log: Path, core: int, *more: str, **environment: str) -> Iterator[RealEngine]:
+    with HeldPorts(count=3) as port:
+        events = {
+            "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port + 1}",
+            "replay_endpoint": f"tcp://*:{port + 2}",
+        }  # fmt: skip
+        words = ["--served-model-name", "m", "--max-model-len", "2560", "--max-num-seqs", "4"]
+        words += ["--kv-events-config", json.dumps(events), *more]
+        # No seed: each engine names its blocks by numbers of its own, and ours are the same for all that.
+        bound = f"{core % (os.cpu_count() or 1)}"
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": bound, **environment}
+        with served(PROGRAM, MODEL, log, port, *words, **environment) as process:
+            events_at, replay_at = (f"tcp://127.0.0.1:{port + more}" for more in (1, 2))
+            yield RealEngine(f"http://127.0.0.1:{port}", events_at, replay_at, process)
 
 
 @contextlib.contextmanager

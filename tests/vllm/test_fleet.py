@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import re
-import signal
-import subprocess
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,8 +19,7 @@ from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.adapters.fleet import OTHER, AdaptedFleet, explained
 from tests.chaos.live import replayed
 from tests.cluster.harness import PATIENT, Cluster, running
-from tests.ports import HeldPorts
-from tests.vllm.engines import MODEL, PROGRAM, START_S, counted, no_model, served, shared_memory, told
+from tests.vllm.engines import START_S, RealEngine, counted, no_model, real_engine, told
 
 pytestmark = [no_model, pytest.mark.slow, pytest.mark.timeout(3_600)]
 HITS = "vllm:prefix_cache_hits_total"
@@ -34,41 +28,6 @@ THEIRS, OURS = 32, 256
 ARTICLE = (
     "The moon is Earth's only natural satellite, and it has been watched for as long as there are people. "
 )
-
-
-@dataclass
-class RealEngine:
-    """`vllm serve`, unmodified, on one core."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-
-    def stop(self) -> None:
-        """All its processes stand still."""
-        os.killpg(self.process.pid, signal.SIGSTOP)
-
-    def kill(self) -> None:
-        """All its processes, and the shared memory that they cannot remove any more."""
-        left = shared_memory(self.process.pid)
-        os.killpg(self.process.pid, signal.SIGKILL)
-        for file in left:
-            file.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def real_engine(log: Path, core: int, *more: str, **environment: str) -> Iterator[RealEngine]:
-    with HeldPorts(count=3) as port:
-        events = {
-            "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port + 1}",
-            "replay_endpoint": f"tcp://*:{port + 2}",
-        }  # fmt: skip
-        words = ["--served-model-name", "m", "--max-model-len", "2560", "--max-num-seqs", "4"]
-        words += ["--kv-events-config", json.dumps(events), *more]
-        # No seed: each engine names its blocks by numbers of its own, and ours are the same for all that.
-        bound = f"{core % (os.cpu_count() or 1)}"
-        environment = {"VLLM_CPU_OMP_THREADS_BIND": bound, **environment}
-        with served(PROGRAM, MODEL, log, port, *words, **environment) as process:
-            yield RealEngine(f"http://127.0.0.1:{port}", process)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from halfmoon.schemas.kv import PrefillResult
 from tests.adapters.fleet import AdaptedFleet
 from tests.chaos.live import replayed
 from tests.cluster.harness import PATIENT, Cluster, running
-from tests.vllm.engines import HERE, START_S, counted, no_model, told
-from tests.vllm.test_fleet import THEIRS, RealEngine, prompts, real_engine
+from tests.vllm.engines import HERE, START_S, RealEngine, counted, no_model, real_engine, told
+from tests.vllm.test_fleet import THEIRS, prompts
 
 pytestmark = [no_model, pytest.mark.slow, pytest.mark.timeout(3_600)]
 EXTERNAL = "vllm:external_prefix_cache_hits_total"

@@ -103,6 +103,8 @@ class AdapterState:
         self.stopped = False
         self.now_ns = self.wall_ns = 0
         self.out: list[Action] = []
+        #: Those whose KV the engine could not have from the one that computed it.
+        self.prompts_recomputed = 0
         self.engine_model, self._eos_ids = engine_model, worker.eos_ids
 
     def on(self, event: Event) -> list[Action]:
@@ -222,6 +224,7 @@ class AdapterState:
             wrong = EngineRefusal(status=400, param=lack.param)
             self.fail(request, str(lack), retryable=False, refusal=wrong)
             return
+        self.prompts_recomputed += bool(computes_again)
         self.out.append(AskEngine(sequence.order_id, body, sequence.block_keys, computes_again))
 
     def body(self, request: AdaptedRequest) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from halfmoon.schemas.events import (
 )
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.status import ConductorStatus
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.intake import RequestIntake
 from halfmoon.workers.frontend.log_health import LogHealth
@@ -70,7 +71,7 @@ class RequestRegistry:
         #: Of the KVCache: requests share whole blocks.
         self.block_tokens = layout.block_tokens
         self.requests: dict[str, OpenRequest] = {}
-        self.draining = False
+        self.draining = self.paused = False
         self._joined = asyncio.Event()
         self.started_at_s = int(time.time())
         self._incarnation = uuid.uuid4().hex[:16]
@@ -96,7 +97,8 @@ class RequestRegistry:
         )
         self.spawn(self._follow_decisions(self._decisions))
         self.spawn(self._tick())
-        self.spawn(self.metrics.slo.follow(self.bus, self.prompts.learn))
+        # A pause is known well before a silence is too long.
+        self.spawn(self.metrics.slo.follow(self.bus, self.learn, self.config.silence_s / 4))
         self._joined.set()
 
     async def stop(self) -> None:
@@ -115,6 +117,12 @@ class RequestRegistry:
             )
             self.bus.append_soon(left, source_id=self.config.frontend_id)
             await self.bus.flush(2.0)
+
+    def learn(self, status: ConductorStatus) -> None:
+        """A conductor's word about the cluster; it may not know all of the log yet."""
+        self.prompts.learn(status)
+        if status.caught_up:
+            self.paused = status.paused
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """A task that ends with the frontend at the latest."""

@@ -23,8 +23,8 @@ class ClusterSlo:
         self.ttft_ns = 0
         self.tbt_ns = 0
 
-    async def follow(self, bus: Bus, learn: Callable[[ConductorStatus], None]) -> None:
-        """Ask the conductors now and then, for ever; each answer goes to `learn` too."""
+    async def follow(self, bus: Bus, learn: Callable[[ConductorStatus], None], every_s: float) -> None:
+        """Ask the conductors for ever, `ASK_S` or `every_s` seconds after each answer, which goes to `learn` too."""
         while True:
             pause_s = RETRY_S
             with contextlib.suppress(BusError):
@@ -33,7 +33,7 @@ class ClusterSlo:
                 learn(answer)
                 if answer.caught_up:
                     self.ttft_ns, self.tbt_ns = answer.policy.ttft_slo_ns, answer.policy.tbt_slo_ns
-                    pause_s = ASK_S
+                    pause_s = min(ASK_S, every_s)
             await asyncio.sleep(pause_s)
 
     def judge(self, ttft_ns: int, intervals_ns: Sequence[int], *, ttft_slo_ns: int, tbt_slo_ns: int) -> str:

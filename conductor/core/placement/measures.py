@@ -21,6 +21,8 @@ class CandidateWorker(msgspec.Struct, kw_only=True):
 
     worker_id: str
     node_id: str
+    #: Out of the choice, because its queue or its batch is as long as it may be.
+    full: bool = False
 
 
 class Candidate(CandidateWorker, kw_only=True):
@@ -49,8 +51,6 @@ class Candidate(CandidateWorker, kw_only=True):
     #: Price of one more copy of blocks that are elsewhere: the time to compute the displaced blocks, as far as these
     #: are reused. 0 under policies that do not price copies.
     copies_ns: int = 0
-    #: Out of the choice, because its queue is as long as it may be.
-    full: bool = False
     #: Workers and their layers, this one's last ([]: it computes all), in chunks of `chunk_tokens`; and the prompt's
     #: time on one worker, on two, and so on, as far as there were idle ones ([]: no group was considered).
     stages: list[LayerStage] = []
@@ -70,7 +70,6 @@ class DecodeCandidate(CandidateWorker, kw_only=True):
     room: bool
     prefix_blocks: int
     sequences: int
-    full: bool = False
     #: Parts with the prompt's first segments, where the worker's own cache is too small; `blocks` are the others.
     loans: list[KvPart] = []
     #: Parts of its KV where the worker keeps none, and the blocks of each (of parts by sequence: all together).

@@ -6,7 +6,8 @@ node that leaves takes its bits along. Pure; part of the core.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from itertools import accumulate, compress, repeat
 from operator import and_, or_
 from struct import pack, unpack
@@ -18,6 +19,8 @@ from halfmoon.schemas.types import KEY_BYTES
 #: The first chunk of a match, in blocks; each next one is twice as long.
 CHUNK_BLOCKS = 4
 CHUNK_BLOCKS_MAX = 256
+#: Nodes that are named beside those that are needed.
+REPLICAS = 2
 
 
 #: Digit of a binary number → its value.
@@ -148,6 +151,32 @@ class BlockIndex:
         mask = self._dram.get(key, 0) | self._ssd.get(key, 0)
         return sorted(node for slot, node in enumerate(self._slots) if mask >> slot & 1)
 
+    def nodes_with(self, block_keys: bytes, besides: Collection[str] = ()) -> list[str]:
+        """Nodes, none of `besides`, that hold these blocks between them as far as any node does: each is the one with
+        most of those that are left. Behind them come `REPLICAS` more, in case that one of them cannot give a block.
+        """
+        left_out = sum(bit for node, bit in self._bits.items() if node in besides)
+        masks = [
+            mask
+            for key in keys_of(block_keys)
+            if (mask := (self._dram.get(key, 0) | self._ssd.get(key, 0)) & ~left_out)
+        ]
+        found: list[str] = []
+        left = masks
+        while left:
+            bit = _commonest(left)
+            found.append(self._slots[bit.bit_length() - 1])
+            left = [mask for mask in left if not mask & bit]
+        taken = sum(self._bits[node] for node in found)
+        for _ in range(REPLICAS):
+            masks = [rest for mask in masks if (rest := mask & ~taken)]
+            if not masks:
+                break
+            bit = _commonest(masks)
+            taken |= bit
+            found.append(self._slots[bit.bit_length() - 1])
+        return found
+
     def holdings(self) -> dict[str, dict[bytes, list[str]]]:
         """Every block of each tier, with the nodes that hold it; for people."""
         return {
@@ -256,3 +285,14 @@ def _packed(masks: dict[bytes, int], width: int) -> bytes:
     if code is not None:  # ten times as fast; a digest is made of this
         return pack(f"<{len(masks)}{code}", *masks.values())
     return b"".join([mask.to_bytes(width, "little") for mask in masks.values()])
+
+
+def _commonest(masks: Iterable[int]) -> int:
+    """The bit that most of the masks have, of several the lowest; each mask has one."""
+    counts: Counter[int] = Counter()
+    for mask in masks:
+        while mask:
+            bit = mask & -mask
+            counts[bit] += 1
+            mask ^= bit
+    return min(counts, key=lambda bit: (-counts[bit], bit))
