@@ -25,6 +25,7 @@ NOT_IN_BENCH = {
     "dynamo_edge": "needs a Dynamo that is not installed here, `make bench-dynamo`",
     "vllm_router": "needs a program that is not installed here, `make bench-vllm-router`",
     "vllm_tier": "needs a vLLM that is not installed here, `make bench-vllm-tier`",
+    "engine_routing": "needs a vLLM and a router that are not installed here, `make bench-engine-routing`",
     "figures": "makes pages of what is measured already, `make docs`",
     "workloads": "writes traces, which others read",
     "mooncake_store": "an end of transfer.py, run by the interpreter that has Mooncake's wheel",

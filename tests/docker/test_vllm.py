@@ -31,7 +31,7 @@ ENGINES = {"vllm-0": "vllm-1", "vllm-1": "vllm-0"}
 
 @pytest.fixture(scope="module")
 def fleet(built: Stack) -> Iterator[Stack]:
-    """Frontend, conductors, two engines and their adapters, whole."""
+    """Frontend, conductors, two engines and their adapters, whole. When they are down nothing is left."""
     with built.another().running() as stack:
         (stack.checkout / "docker" / "compose.stand-in.yaml").write_text(
             STAND_IN.format(checkout=stack.checkout)
@@ -51,6 +51,9 @@ def fleet(built: Stack) -> Iterator[Stack]:
         stack.up()
         stack.wait_whole()
         yield stack
+        assert stack.left()
+        stack.down()
+        assert stack.left() == []
 
 
 def asked(stack: Stack, number: int) -> dict[str, Any]:
@@ -101,9 +104,3 @@ def test_an_engine_is_reached_by_its_adapter_alone(fleet: Stack) -> None:
         words = ["--network", f"{fleet.project}_{network}", "--label", f"test={fleet.project}", fleet.image]
         done = run("docker", "run", "--rm", *words, "python3", "-c", script, check=False)
         assert (done.returncode == 0) == found, (network, done.stdout, done.stderr)
-
-
-def test_down_leaves_nothing(fleet: Stack) -> None:
-    assert fleet.left()
-    fleet.down()
-    assert fleet.left() == []
