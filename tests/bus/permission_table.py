@@ -161,6 +161,7 @@ halfmoon.status.<me>                       conductor
 halfmoon.status.conductors                 conductor
 halfmoon.view.conductors                   conductor
 halfmoon.explain.<me>                      conductor
+halfmoon.locate                            conductor
 """
 
 

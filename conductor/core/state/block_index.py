@@ -6,7 +6,6 @@ node that leaves takes its bits along. Pure; part of the core.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import accumulate, compress, repeat
 from operator import and_, or_
@@ -289,10 +288,10 @@ def _packed(masks: dict[bytes, int], width: int) -> bytes:
 
 def _commonest(masks: Iterable[int]) -> int:
     """The bit that most of the masks have, of several the lowest; each mask has one."""
-    counts: Counter[int] = Counter()
+    counts: dict[int, int] = {}
     for mask in masks:
         while mask:
             bit = mask & -mask
-            counts[bit] += 1
+            counts[bit] = counts.get(bit, 0) + 1
             mask ^= bit
     return min(counts, key=lambda bit: (-counts[bit], bit))
