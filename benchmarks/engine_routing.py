@@ -16,18 +16,26 @@ import argparse
 import contextlib
 import json
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.clusters import PATIENT, cluster, cpu_s, finish, parsed, parser
-from benchmarks.sessions_live import SCALE, WARM, bench, by_turns, ratios, session_words
-from benchmarks.vllm_router import Source, router
+from benchmarks.sessions_live import (
+    SCALE,
+    WARM,
+    bench,
+    by_turns,
+    medians,
+    ratios,
+    session_options,
+    session_words,
+)
+from benchmarks.vllm_router import RunningRouter, Source, router
 from tests.vllm.engines import MODEL, RealEngine, counted, forget, real_engine
 
 ROUTERS = ("halfmoon", "vllm-router")
@@ -36,13 +44,6 @@ BLOCK_TOKENS = 32
 RATIOS = {kind: kind for kind in ("ttft_mean_ms", "ttft_p90_ms", "requests_per_s")}
 #: By the engine's own count, in tokens of prompts.
 ASKED, FOUND = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
-
-
-class Router(NamedTuple):
-    """One of the two: its URL, and the first of its processes."""
-
-    url: str
-    pid: int
 
 
 def of_the_model() -> list[str]:
@@ -68,7 +69,8 @@ def engines(directory: Path) -> Iterator[list[RealEngine]]:
 
 
 @contextlib.contextmanager
-def routers(fleet: Sequence[RealEngine]) -> Iterator[dict[str, Router]]:
+def routers(fleet: Sequence[RealEngine]) -> Iterator[dict[str, RunningRouter]]:
+    """Both, before the same engines."""
     words = ["--block-tokens", f"{BLOCK_TOKENS}", "--dtype", "float32", "--model", MODEL, *PATIENT]
     words += [word for engine in fleet for word in ("--adapt-vllm", engine.url)]
     sources = [Source(engine.url, engine.events, engine.replay) for engine in fleet]
@@ -76,21 +78,19 @@ def routers(fleet: Sequence[RealEngine]) -> Iterator[dict[str, Router]]:
         cluster(*words) as addresses,
         router(os.environ["HALFMOON_VLLM_ROUTER"], sources, "kv_aware", "m", BLOCK_TOKENS) as peer,
     ):
-        yield {
-            "halfmoon": Router(addresses["http"], addresses["pid"]),
-            "vllm-router": Router(peer.http, peer.pid),
-        }
+        http = addresses["http"]
+        yield {"halfmoon": RunningRouter(http, f"{http}/metrics", addresses["pid"]), "vllm-router": peer}
 
 
 def loaded(
-    at: Router, fleet: Sequence[RealEngine], trace: Path, seed: int, args: argparse.Namespace
+    at: RunningRouter, fleet: Sequence[RealEngine], trace: Path, seed: int, args: argparse.Namespace
 ) -> dict[str, float]:
     """One round behind one router, on engines that have nothing cached."""
     for engine in fleet:
         forget(engine.url)
     before = [{name: counted(engine.url, name) for name in (ASKED, FOUND)} for engine in fleet]
     cpu = cpu_s(at.pid)
-    found = bench(at.url, *session_words(trace, seed, args), *of_the_model())
+    found = bench(at.http, *session_words(trace, seed, args), *of_the_model())
     cpu = cpu_s(at.pid) - cpu
     asked, hit = (
         [counted(engine.url, name) - then[name] for engine, then in zip(fleet, before, strict=True)]
@@ -111,11 +111,11 @@ def loaded(
 
 
 def measured(
-    at: Mapping[str, Router], fleet: Sequence[RealEngine], args: argparse.Namespace
+    at: Mapping[str, RunningRouter], fleet: Sequence[RealEngine], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """A row of each round."""
     for one in at.values():
-        bench(one.url, *WARM, *of_the_model())
+        bench(one.http, *WARM, *of_the_model())
     found = by_turns(
         ROUTERS, args.rounds, lambda name, trace, seed: loaded(at[name], fleet, trace, seed, args)
     )
@@ -133,10 +133,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--sessions", type=int, default=8)
-    options.add_argument("--turns", type=int, default=5, help="of each session, the first so many (5)")
-    options.add_argument("--speed", type=float, default=20.0, help="of beginnings and pauses (20)")
+    session_options(options, sessions=8, turns=5)
     args = parsed(options, rounds=1, sessions=2, turns=2, speed=200.0)
     for name in ("HALFMOON_VLLM", "HALFMOON_VLLM_MODEL", "HALFMOON_VLLM_ROUTER"):
         if not os.environ.get(name):
@@ -147,7 +144,7 @@ def main() -> None:
         routers(fleet) as at,
     ):
         found = measured(at, fleet, args)
-    ratio = {kind: statistics.median(row["ratio"][kind] for row in found) for kind in found[0]["ratio"]}
+    ratio = medians(found)
     result = {
         "engines": ENGINES, "block_tokens": BLOCK_TOKENS, "sessions": args.sessions, "turns": args.turns,
         "speed": args.speed, "scale": SCALE, "rounds": found, "ratio": ratio,

@@ -41,6 +41,16 @@ def bench(http: str, *words: str) -> dict[str, Any]:
     return found
 
 
+def session_options(options: argparse.ArgumentParser, *, sessions: int, turns: int) -> None:
+    """Rounds, and the sessions of each."""
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--sessions", type=int, default=sessions)
+    options.add_argument(
+        "--turns", type=int, default=turns, help=f"of each session, the first so many ({turns})"
+    )
+    options.add_argument("--speed", type=float, default=20.0, help="of beginnings and pauses (20)")
+
+
 def session_words(trace: Path, seed: int, args: argparse.Namespace) -> list[str]:
     """Options of `halfmoon bench` for the sessions of a round."""
     words = ["--trace", str(trace), "--scale", str(SCALE), "--speed", str(args.speed), "--seed", str(seed)]
@@ -64,6 +74,11 @@ def by_turns(
 def ratios(row: Mapping[str, Any], own: str, rival: str, kinds: Mapping[str, str]) -> dict[str, float]:
     """By name of `kinds`: what that field is of `own`, over what it is of `rival`."""
     return {name: round(row[own][field] / row[rival][field], 3) for name, field in kinds.items()}
+
+
+def medians(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of the rounds' ratios, by name."""
+    return {name: statistics.median(row["ratio"][name] for row in found) for name in found[0]["ratio"]}
 
 
 def loaded(http: str, trace: Path, seed: int, args: argparse.Namespace) -> dict[str, float]:
@@ -101,17 +116,14 @@ def line(row: Mapping[str, Any]) -> str:
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--sessions", type=int, default=10)
-    options.add_argument("--turns", type=int, default=6, help="of each session, the first so many (6)")
-    options.add_argument("--speed", type=float, default=20.0, help="of beginnings and pauses (20)")
+    session_options(options, sessions=10, turns=6)
     args = parsed(options, rounds=1, sessions=2, turns=2, speed=200.0)
     with contextlib.ExitStack() as stack:
         addresses = {
             policy: stack.enter_context(cluster(*FLAGS, "--policy", policy))["http"] for policy in POLICIES
         }
         found = measured(addresses, args)
-    ratio = {name: statistics.median(row["ratio"][name] for row in found) for name in ("mean", "p90")}
+    ratio = medians(found)
     result = {
         "sessions": args.sessions,
         "turns": args.turns,

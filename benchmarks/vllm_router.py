@@ -40,7 +40,7 @@ class Source(NamedTuple):
 
 
 class RunningRouter(NamedTuple):
-    """Its URL, that of its metrics, and its process."""
+    """Its URL, that of its metrics, and the first of its processes."""
 
     http: str
     metrics: str

@@ -6,7 +6,7 @@ node that leaves takes its bits along. Pure; part of the core.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from itertools import accumulate, compress, repeat
 from operator import and_, or_
 from struct import pack, unpack
@@ -151,30 +151,27 @@ class BlockIndex:
         return sorted(node for slot, node in enumerate(self._slots) if mask >> slot & 1)
 
     def nodes_with(self, block_keys: bytes, besides: Collection[str] = ()) -> list[str]:
-        """Nodes, none of `besides`, that hold these blocks between them as far as any node does: each is the one with
-        most of those that are left. Behind them come `REPLICAS` more, in case that one of them cannot give a block.
+        """Nodes, none of `besides`, that hold these blocks between them as far as any node does, those with most first.
+        Behind them come `REPLICAS` more, in case that one of them cannot give a block.
+
+        Each block is looked at twice, however many nodes there are: a conductor decides nothing meanwhile. So the nodes
+        that are needed need not be the fewest.
         """
         left_out = sum(bit for node, bit in self._bits.items() if node in besides)
-        masks = [
-            mask
-            for key in keys_of(block_keys)
-            if (mask := (self._dram.get(key, 0) | self._ssd.get(key, 0)) & ~left_out)
-        ]
-        found: list[str] = []
-        left = masks
-        while left:
-            bit = _commonest(left)
-            found.append(self._slots[bit.bit_length() - 1])
-            left = [mask for mask in left if not mask & bit]
-        taken = sum(self._bits[node] for node in found)
-        for _ in range(REPLICAS):
-            masks = [rest for mask in masks if (rest := mask & ~taken)]
-            if not masks:
-                break
-            bit = _commonest(masks)
-            taken |= bit
-            found.append(self._slots[bit.bit_length() - 1])
-        return found
+        masks = [(self._dram.get(key, 0) | self._ssd.get(key, 0)) & ~left_out for key in keys_of(block_keys)]
+        counts: dict[int, int] = {}
+        for mask in masks:
+            for bit in _bits_of(mask):
+                counts[bit] = counts.get(bit, 0) + 1
+        order = sorted(counts, key=lambda bit: (-counts[bit], bit))
+        rank = {bit: place for place, bit in enumerate(order)}
+        needed = 0
+        for mask in masks:
+            if mask and not mask & needed:
+                needed |= min(_bits_of(mask), key=rank.__getitem__)
+        spare = [bit for bit in order if not bit & needed]
+        found = [bit for bit in order if bit & needed] + spare[:REPLICAS]
+        return [self._slots[bit.bit_length() - 1] for bit in found]
 
     def holdings(self) -> dict[str, dict[bytes, list[str]]]:
         """Every block of each tier, with the nodes that hold it; for people."""
@@ -286,12 +283,9 @@ def _packed(masks: dict[bytes, int], width: int) -> bytes:
     return b"".join([mask.to_bytes(width, "little") for mask in masks.values()])
 
 
-def _commonest(masks: Iterable[int]) -> int:
-    """The bit that most of the masks have, of several the lowest; each mask has one."""
-    counts: dict[int, int] = {}
-    for mask in masks:
-        while mask:
-            bit = mask & -mask
-            counts[bit] = counts.get(bit, 0) + 1
-            mask ^= bit
-    return min(counts, key=lambda bit: (-counts[bit], bit))
+def _bits_of(mask: int) -> Iterator[int]:
+    """The lowest first."""
+    while mask:
+        bit = mask & -mask
+        yield bit
+        mask ^= bit
