@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -62,7 +63,14 @@ def test_simulate_prints_what_scripts_rely_on(trace_file: Path, capsys: pytest.C
     assert report["requests"] == 200
 
 
+@pytest.fixture(scope="session")
+def fonts() -> None:
+    """matplotlib asks another process for the machine's fonts, once for each user: not within a test that has none."""
+    importlib.import_module("matplotlib.font_manager")
+
+
 @pytest.mark.pure
+@pytest.mark.usefixtures("fonts")
 def test_simulate_prints_a_table_and_draws(
     trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
