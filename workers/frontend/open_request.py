@@ -217,6 +217,7 @@ class OpenRequest:
             traceparent=self.arrived.traceparent,
             choices=self.ask.n,
             weight_version=self.arrived.weight_version,
+            forwarded=self.ask.answer.forwarded,
         )
 
     def rekey(self, root_key: bytes, block_keys: bytes, weight_version: str) -> None:
