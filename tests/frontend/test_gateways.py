@@ -167,6 +167,8 @@ def test_the_gateway_learns_the_engine_and_its_adapter_the_answer(told: Run) -> 
         assert body == {**BODY, "stop": ["x"], **FIELDS}
         (taken,) = adapter.taken
         assert taken.forwarded
+        (request,) = cluster.frontend.registry.requests.values()
+        assert request.answered_elsewhere
         assert taken.max_tokens == 3
         gateway.answer(200, "text/event-stream; charset=utf-8", *LINES)
         head, *parts = await gateway.hear_end()
@@ -180,6 +182,7 @@ def test_the_gateway_learns_the_engine_and_its_adapter_the_answer(told: Run) -> 
             (1, LINES[1], True),
         ]
         assert all(each.streamed and each.status == 200 for each in adapter.heard)
+        assert not request.answered_elsewhere
         # What the adapter makes of it ends the request.
         (arrived,) = await cluster.double.wait_for(RequestArrived)
         order_id = adapter.heard[0].order_id

@@ -47,7 +47,7 @@ def envoy(directory: Path, picker: int, *, duplex: bool = True) -> Iterator[str]
             PROGRAM,
             "-c",
             str(file),
-            "--use-dynamic-base-id",
+            "--disable-hot-restart",
             "--concurrency",
             "1",
             "--log-level",

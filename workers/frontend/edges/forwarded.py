@@ -74,6 +74,7 @@ class ForwardedRequest:
     def on_engine(self, engine: EngineNamed) -> None:
         if not self.engine.done():
             self.engine.set_result(engine)
+            self.request.answered_elsewhere = True
         elif self.engine.result().order_id != engine.order_id:
             # It was placed again. Its client has an answer, or half of one, or an error from the gateway.
             self._registry.cancel(self.request, "its engine is gone")
@@ -93,6 +94,7 @@ class ForwardedRequest:
         """A part of the answer, for the engine's adapter."""
         if self._registry.requests.get(self.request.request_id) is not self.request:
             return  # it has ended
+        self.request.answered_elsewhere = not ended
         engine, me = self.engine.result(), self._registry.config.frontend_id
         for at in range(0, len(body) or 1, _PART_BYTES_MAX):
             part = AnswerRelayed(
