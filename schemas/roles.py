@@ -71,6 +71,7 @@ ROLES: dict[ProcessRole, RoleTraits] = {
             ),
             publish=(
                 subjects.give("*", ME),
+                subjects.relay("*", ME),
                 subjects.resend("*", ME),
                 subjects.status(subjects.CONDUCTORS),
                 subjects.view(subjects.CONDUCTORS),
@@ -89,6 +90,7 @@ ROLES: dict[ProcessRole, RoleTraits] = {
                 f"{subjects.ROOT}.cancel",
                 subjects.take(ME, "*"),
                 subjects.tokens(ME, "*"),
+                subjects.forward(ME, "*"),
                 subjects.decisions_for(ME),
                 subjects.placements_for(ME),
             ),
@@ -161,6 +163,7 @@ ROLES: dict[ProcessRole, RoleTraits] = {
             events=(*rights.WORKER_EVENTS, *rights.MIXED_EVENTS, "DecodeFailed", *rights.STORE_EVENTS),
             publish=(
                 subjects.kv("*", "PrefillResult", ME),
+                subjects.forward("*", ME),
                 *_DRAWS,
                 *rights.PLACES,
                 *rights.MISSED,
@@ -172,6 +175,7 @@ ROLES: dict[ProcessRole, RoleTraits] = {
                 subjects.give(ME, "*"),
                 subjects.kv_for(ME),
                 subjects.resend(ME, "*"),
+                subjects.relay(ME, "*"),
                 subjects.reset(ME),
             ),
         ),

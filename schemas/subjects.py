@@ -114,6 +114,16 @@ def tokens(frontend_id: str, worker_id: str) -> str:
     return f"{ROOT}.tokens.{frontend_id}.{worker_id}"
 
 
+def forward(frontend_id: str, worker_id: str) -> str:
+    """`worker_id`: the adapter that names its engine, for a gateway to ask."""
+    return f"{ROOT}.forward.{frontend_id}.{worker_id}"
+
+
+def relay(worker_id: str, frontend_id: str) -> str:
+    """`frontend_id`: the one that hears an engine's answer through a gateway."""
+    return f"{ROOT}.relay.{worker_id}.{frontend_id}"
+
+
 def resend(worker_id: str, frontend_id: str) -> str:
     """`frontend_id`: the asker."""
     return f"{ROOT}.resend.{worker_id}.{frontend_id}"

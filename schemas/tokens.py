@@ -4,6 +4,9 @@
 tokens. `halfmoon.take.<frontend_id>.<worker_id>` (request/reply): a worker that was given none asks for them.
 `halfmoon.tokens.<frontend_id>.<worker_id>` (publish): a decode worker delivers, one message a step for all of the
 frontend's sequences. `halfmoon.resend.<worker_id>.<frontend_id>` (request/reply): the frontend missed some.
+
+Of requests that a gateway takes to an engine: `halfmoon.forward.<frontend_id>.<worker_id>` (publish): an adapter names
+its engine. `halfmoon.relay.<worker_id>.<frontend_id>` (publish): the frontend passes on what the gateway hears of it.
 """
 
 from __future__ import annotations
@@ -63,6 +66,8 @@ class TakeReply(Message, frozen=True):
     choices: Count = 0
     #: Of which the root and the block keys are: the order's.
     weight_version: Text = ""
+    #: A gateway asks the engine, in its client's own words, once it knows which (`EngineNamed`).
+    forwarded: bool = False
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)
@@ -84,6 +89,37 @@ class DecodeGiven(Message, frozen=True):
     frontend_id: Id
     order_id: Id
     taken: TakeReply
+
+
+class EngineNamed(Message, frozen=True):
+    """From an adapter to a frontend: the engine that a forwarded request is for.
+
+    `endpoint`: address and port, for the gateway. `fields`: JSON, set in the request's body; `headers`: in its
+    head.
+    """
+
+    worker_id: Id
+    request_id: Id
+    order_id: Id
+    endpoint: Text
+    fields: Text
+    headers: dict[str, str] = {}
+
+
+class AnswerRelayed(Message, frozen=True):
+    """From a frontend to an adapter: what the engine has answered through the gateway, as it came.
+
+    `number`: 0, and one more with each part. `streamed`: server-sent events, or else one JSON object. `ended` False
+    until its last byte.
+    """
+
+    frontend_id: Id
+    order_id: Id
+    number: Count
+    status: Count = 200
+    streamed: bool = False
+    body: bytes = b""
+    ended: bool = False
 
 
 class Timing(Part, frozen=True):

@@ -24,6 +24,7 @@ FOLDERS = {
     "cluster",
     "docker",
     "frontend",
+    "gateway",
     "observability",
     "page",
     "rdma",
@@ -61,6 +62,7 @@ FILES = {
 MARKED_WITHIN = {
     "adapters/test_adapter_halves.py",
     "adapters/test_adapter_state.py",
+    "adapters/test_engine_answers.py",
     "adapters/test_engine_blocks.py",
     "bus/test_permission_table.py",
     "bus/test_private_names.py",
@@ -99,6 +101,7 @@ ELSEWHERE = {
     "docker/test_compose.py",
     "docker/test_observability.py",
     "docker/test_vllm.py",
+    "gateway/test_envoy.py",
     "observability/test_prometheus.py",
     "rdma/test_pairs.py",
     "rdma/test_two_hosts.py",
@@ -175,11 +178,10 @@ def counted(root: Path) -> tuple[int, int, int]:
     every = resting = blocking = 0
     for path in sorted((root / "tests").rglob("test_*.py")):
         place = path.relative_to(root).as_posix()
-        whole = is_realtime(place)
         tree = ast.parse(path.read_text())
-        left_out = _place(place, ELSEWHERE) or any(
-            _is_pytestmark(node) and _has(node, "slow") for node in tree.body
-        )
+        of_all = [node for node in tree.body if _is_pytestmark(node)]
+        whole = is_realtime(place) and not any(_has(node, "pure") for node in of_all)
+        left_out = _place(place, ELSEWHERE) or any(_has(node, "slow") for node in of_all)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
                 every += 1

@@ -50,7 +50,7 @@ async def run(args: argparse.Namespace) -> int:
     options_of(AdapterOptions, args)
     layout, config = _layout(args), load_config(args.model)
     key = read_option_file("--engine-key-file", args.engine_key_file).strip() if args.engine_key_file else ""
-    api = EngineApi(args.url, key=key)
+    api = EngineApi(args.url, key=key, reached_at=args.engine_reached_at)
     try:
         await api.open()
     except ValueError as problem:

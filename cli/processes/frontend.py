@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict
@@ -66,6 +67,7 @@ async def run(args: argparse.Namespace) -> int:
             body_s=options.http_body_s,
         ),
         http_tls=_tls(args),
+        ext_proc_tls=_tls_files(args) if options.ext_proc_port >= 0 else None,
         api_keys=keys,
         cluster_secret=secret(args),
         context_tokens=_context_tokens(args),
@@ -73,10 +75,15 @@ async def run(args: argparse.Namespace) -> int:
         log_directory=args.log_dir,
         drain_ns_max=int(args.drain_s * SECOND_NS),
     )
-    frontend = Frontend(bus, config, tokenizer, layout)
+    try:
+        frontend = Frontend(bus, config, tokenizer, layout)
+    except ImportError as lack:
+        await bus.close()
+        raise OptionInvalid(f"--ext-proc-port: {lack} (pip install 'halfmoon[gateway]')") from None
     frontend.registry.intake.tracing = tracing
     await frontend.start()
-    say(f"frontend {args.id}: {frontend.http_url}")
+    gateways = f", for gateways port {frontend.ext_proc_port}" if frontend.ext_proc_port >= 0 else ""
+    say(f"frontend {args.id}: {frontend.http_url}{gateways}")
     try:
         async with shown(args, frontend.registry.metrics.registry):
             await until_stopped(bus, args.health_file)
@@ -95,6 +102,14 @@ def _context_tokens(args: argparse.Namespace) -> int:
     if not 2 <= args.max_model_len <= most:
         raise OptionInvalid(f"--max-model-len: {args.max_model_len} is not in 2..{most}, the model's context")
     return int(args.max_model_len)
+
+
+def _tls_files(args: argparse.Namespace) -> tuple[bytes, bytes] | None:
+    """Key and certificates, which `_tls` has found good; None: plain."""
+    if not args.ssl_certfile:
+        return None
+    chain = Path(args.ssl_certfile).read_bytes()
+    return (Path(args.ssl_keyfile).read_bytes() if args.ssl_keyfile else chain), chain
 
 
 def _tls(args: argparse.Namespace) -> ssl.SSLContext | None:

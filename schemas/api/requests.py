@@ -83,6 +83,8 @@ class AnswerForm:
     include_stop: bool = False
     #: Control tokens are no text of the answer.
     skip_special_tokens: bool = True
+    #: A gateway has it from the engine.
+    forwarded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

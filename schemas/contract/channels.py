@@ -164,6 +164,20 @@ _PROCESSES: tuple[Channel, ...] = (
         messages=(tokens.TokensSampled,),
     ),
     Channel(
+        name="forward",
+        address=subjects.forward("{frontend_id}", "{worker_id}"),
+        summary="An adapter names the engine that a gateway is to take a request to.",
+        action="send",
+        messages=(tokens.EngineNamed,),
+    ),
+    Channel(
+        name="relay",
+        address=subjects.relay("{worker_id}", "{frontend_id}"),
+        summary="A frontend passes on what an engine answers through a gateway.",
+        action="send",
+        messages=(tokens.AnswerRelayed,),
+    ),
+    Channel(
         name="resend",
         address=subjects.resend("{worker_id}", "{frontend_id}"),
         summary="A frontend asks a decode worker for tokens that it missed.",

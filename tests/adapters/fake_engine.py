@@ -179,6 +179,14 @@ class Engine:
         except aiohttp.ClientError:
             return False
 
+    def tokens_of(self, body: dict[str, Any]) -> list[int]:
+        """Of a prompt in token ids, of a text, or of a chat."""
+        prompt = body.get("prompt", body.get("messages"))
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            return prompt
+        assert self.tokenizer is not None
+        return self.tokenizer.encode(prompt if isinstance(prompt, str) else json.dumps(prompt))
+
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         params = body.get("kv_transfer_params") or {}
@@ -189,12 +197,13 @@ class Engine:
                 return web.json_response({"error": error}, status=status, headers=headers)
             line = b"data: " + json.dumps({"error": {**error, "code": status}}).encode() + b"\n\n"
             return web.Response(body=line, content_type="text/event-stream")
-        tokens, salt = list(body["prompt"]), body.get("cache_salt", "")
+        tokens, salt = self.tokens_of(body), body.get("cache_salt", "")
+        streams = body.get("stream", False)
         about = {"prompt": len(tokens), "cached": 0, "drawn": 0, "end": "", "salt": salt, "body": body}
         about["weights"] = self.weights
         self.asked.append(about)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        if body["stream"]:
+        if streams:
             await response.prepare(request)
         self.running += 1
         try:
@@ -221,9 +230,9 @@ class Engine:
                 tokens.append(next_token(tokens))
                 about["drawn"] = drawn
                 reason = "length" if drawn == body["max_tokens"] else None
-                ids = None if self.args.no_token_ids else tokens[-1:]
+                ids = None if self.args.no_token_ids else tokens[-1:] if streams else tokens[-drawn:]
                 choice = {"index": 0, "text": "", "token_ids": ids, "finish_reason": reason}
-                if not body["stream"]:
+                if not streams:
                     if reason is None:
                         continue
                     about["end"] = reason
@@ -325,6 +334,7 @@ class Engine:
         app.add_routes(
             [
                 web.post("/v1/completions", self.complete),
+                web.post("/v1/chat/completions", self.complete),
                 web.get("/v1/models", self.models),
                 web.get("/metrics", self.metrics),
                 web.get("/kv_event_sources", self.sources),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from halfmoon.schemas.cost_profile import CostProfile
@@ -293,3 +294,28 @@ def test_whatever_is_heard_each_order_has_one_end(seed: int) -> None:
         assert (Announce() in actions) == isinstance(event, AnnounceRequested)
         assert sorted(state.heartbeat(0).orders or []) == sorted(state.requests)
     assert any(ends.values())
+
+
+def test_a_gateway_gets_what_is_set_in_its_clients_request() -> None:
+    state = machine()
+    state.on(ordered())
+    (ask,) = state.on(taken(forwarded=True))
+    body = {"model": "e", "cache_salt": salt_of(ROOT), "return_token_ids": True}
+    assert ask == AskEngine("o1", "r-o1", body, chain_keys(ROOT, PROMPT, 16), gateway_of="f")
+    state.validate()
+
+
+def test_the_whole_answers_time_is_not_the_prompts() -> None:
+    """Its first token comes with its last. The profile says what the prompt takes."""
+    state = machine()
+    state.profile = CostProfile(prefill_per_token_ps=MS * 1_000, decode_base_ns=10 * MS)
+    state.on(ordered())
+    state.on(taken(forwarded=True))
+    state.on(EngineAsked(at_ns=0, order_id="o1", cached_blocks=1))
+    whole = msgspec.structs.replace(heard(5, 6, 7, at_ns=9_000 * MS, reason="stop"), whole=True)
+    found = reports(state.on(whole))
+    computed = next(one for one in found if isinstance(one, PrefillFinished))
+    assert (computed.compute_ns, computed.queue_ns) == ((len(PROMPT) - 16) * MS, 0)
+    assert next(one for one in found if isinstance(one, RequestFinished)).completion_tokens == 3
+    # Nor do prompts behind it wait for it.
+    assert state.first_ns == 0

@@ -59,6 +59,8 @@ halfmoon.kv.*.KvLoaded.<node>              store
 halfmoon.kv.*.PrefillResult.<me>           prefill adapt
 
 halfmoon.give.*.<me>                       frontend
+halfmoon.relay.*.<me>                      frontend
+halfmoon.forward.*.<me>                    adapt
 halfmoon.resend.*.<me>                     frontend
 halfmoon.hold.*.<me>                       decode
 halfmoon.reset.*                           operator
@@ -144,6 +146,8 @@ $SRV.>                                     frontend
 halfmoon.cancel                            frontend
 halfmoon.take.<me>.*                       frontend
 halfmoon.tokens.<me>.*                     frontend
+halfmoon.forward.<me>.*                    frontend
+halfmoon.relay.<me>.*                      adapt
 halfmoon.decisions.<me>.>                  frontend prefill decode attention mixed adapt
 halfmoon.decisions.*.*.<me>                frontend
 halfmoon.give.<me>.*                       prefill decode mixed adapt

@@ -1,4 +1,6 @@
-"""A pause of placements is no silence of a worker's: what waits for its end is not failed."""
+"""Neither a pause of placements nor an answer through a gateway is a worker's silence: what waits for their end is not
+failed.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +43,20 @@ def waiting() -> OpenRequest:
     """Accepted at 0, and no worker named."""
     found = SimpleNamespace(
         request_id="r1", polled_at_ns=0, heard_at_ns=0, progress_at_ns=0, output_ids=[], order_id="", decode_worker="",
-        resending=False, arrived=SimpleNamespace(ttft_slo_ns=0),
+        resending=False, answered_elsewhere=False, arrived=SimpleNamespace(ttft_slo_ns=0),
     )  # fmt: skip
     return cast(OpenRequest, found)
 
 
+@pytest.mark.parametrize("why", ["paused", "answered elsewhere"])
 @pytest.mark.parametrize("paused_s", [0, 3_600])
-def test_silence_begins_when_a_pause_ends(paused_s: int) -> None:
+def test_silence_begins_when_a_pause_ends(paused_s: int, why: str) -> None:
     registry, request = Registry(), waiting()
     redelivery = Redelivery(registry, lambda _: None)
-    registry.paused = True
+    registry.paused, request.answered_elsewhere = why == "paused", why != "paused"
     for second in range(paused_s):
         redelivery.watch(request, second * SECOND_NS)
-    registry.paused = False
+    registry.paused = request.answered_elsewhere = False
     ended_ns = max(0, paused_s - 1) * SECOND_NS
     redelivery.watch(request, ended_ns + SILENCE_S * SECOND_NS)
     assert registry.failed == []

@@ -12,13 +12,19 @@ from halfmoon.workers.machines import Announce, Report, TakeTokens
 
 
 class AskEngine(msgspec.Struct, frozen=True):
-    """Send the body of a completion to the engine. `block_keys`: of the prompt, to look them up in its cache."""
+    """Send the body of a completion to the engine. `block_keys`: of the prompt, to look them up in its cache.
+
+    `gateway_of`: the frontend whose gateway sends it, in its client's words; `body` has what is to be set in these. "":
+    the adapter sends it.
+    """
 
     order_id: str
+    request_id: str
     body: dict[str, Any]
     block_keys: bytes
     #: Why it computes a prompt whose KV another engine has; "": it does not.
     computes_again: str = ""
+    gateway_of: str = ""
 
 
 class HangUp(msgspec.Struct, frozen=True):

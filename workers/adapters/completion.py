@@ -52,6 +52,7 @@ class Heard(NamedTuple):
     finish_reason: str = ""
     #: Where the engine keeps the prompt's KV for another engine, JSON; "": it does not say.
     kv_params: str = ""
+    whole: bool = False
 
 
 class _Logprobs(msgspec.Struct):
@@ -60,6 +61,7 @@ class _Logprobs(msgspec.Struct):
 
 
 class _EngineChoice(msgspec.Struct):
+    index: int = 0
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
@@ -110,6 +112,13 @@ def body_of(
     if sampling.logprobs >= 0:
         body |= {"logprobs": sampling.logprobs, "return_tokens_as_token_ids": True}
     return body
+
+
+def forwarded_body_of(model: str, salt: str) -> dict[str, Any]:
+    """Fields that are set in a client's own request, which a gateway sends: the engine tells the tokens, and counts its
+    blocks as the cluster's.
+    """
+    return {"model": model, "cache_salt": salt, "return_token_ids": True}
 
 
 def prefill_body_of(
@@ -180,9 +189,10 @@ def _heard(payload: bytes, vocabulary: int) -> Heard | None:
     if said.error is not None:
         code = said.error.get("code") if isinstance(said.error, dict) else None
         raise _refused(code if isinstance(code, int) else 0, said.error)
-    if not said.choices:
+    # A client of a gateway may want several.
+    choice = next((each for each in said.choices if each.index == 0), None)
+    if choice is None:
         return None
-    choice = said.choices[0]
     if choice.token_ids is None:
         if not choice.finish_reason:
             return None

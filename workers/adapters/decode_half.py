@@ -97,7 +97,7 @@ class DecodeAdapterState(AdapterState):
     def broke(self, request: AdaptedRequest, event: AnswerBroke) -> None:
         """An engine that cannot have the KV computes the prompt itself: asked once more, it is not told of any."""
         for_now = event.refusal is not None and event.refusal.status in FOR_NOW
-        if request.drawing or for_now or not self._kv_params(request):
+        if request.drawing or for_now or request.forwarded or not self._kv_params(request):
             super().broke(request, event)
         else:
             self.recomputed.add(request.sequence.order_id)

@@ -49,11 +49,14 @@ class EngineFacts:
 
 
 class EngineApi:
-    """`open` first. `key`: sent as `Authorization: Bearer`."""
+    """`open` first. `key`: sent as `Authorization: Bearer`. `reached_at`: host and port for gateways; "": those of
+    `url`.
+    """
 
-    def __init__(self, url: str, *, key: str = "") -> None:
+    def __init__(self, url: str, *, key: str = "", reached_at: str = "") -> None:
         self.url = url.rstrip("/")
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.reached_at = reached_at
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -61,10 +64,13 @@ class EngineApi:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{self.url!r} is no URL like http://127.0.0.1:8000")
+        if not self.reached_at:
+            host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+            self.reached_at = f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
-            headers=self._headers,
+            headers=self.headers,
             timeout=timeout,
             read_bufsize=1 << 20,
         )

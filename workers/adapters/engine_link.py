@@ -18,6 +18,7 @@ from halfmoon.workers.adapters.completion import EngineRefused
 from halfmoon.workers.adapters.engine_api import EngineApi, EngineAway, EngineUnfit
 from halfmoon.workers.adapters.events import AnswerBroke, EngineAsked, EngineLooked, Event, TokensHeard
 from halfmoon.workers.adapters.mirror import EngineMirror
+from halfmoon.workers.adapters.relayed import RelayedAnswers
 
 LOOK_S, LOOK_AGAIN_S = 1.0, 0.2
 #: An engine that has not answered this many times in a row is gone.
@@ -25,13 +26,14 @@ AWAY_MAX = 2
 
 
 class EngineLink:
-    """`vocabulary`: token ids of the engine's model. `hear` must be set before anything is asked."""
+    """`vocabulary`: token ids of the engine's model. `hear` and `relayed` must be set before anything is asked."""
 
     hear: Callable[[Event], None]
+    relayed: RelayedAnswers
 
     def __init__(self, api: EngineApi, mirror: EngineMirror, vocabulary: int) -> None:
         self.api, self.mirror = api, mirror
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         #: Gets why the engine cannot be used any more.
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._look = asyncio.Event()
@@ -43,8 +45,13 @@ class EngineLink:
         order_id = action.order_id
         cached = self.mirror.blocks.leading(action.block_keys)
         self.hear(EngineAsked(at_ns=time.monotonic_ns(), order_id=order_id, cached_blocks=cached))
+        sent = (
+            self.relayed.answer(action)
+            if action.gateway_of
+            else self.api.complete(action.body, self.vocabulary)
+        )
         try:
-            async for heard in self.api.complete(action.body, self._vocabulary):
+            async for heard in sent:
                 now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
                 self.hear(
                     TokensHeard(
@@ -54,10 +61,13 @@ class EngineLink:
                         tokens=heard.tokens,
                         finish_reason=heard.finish_reason,
                         kv_params=heard.kv_params,
+                        whole=heard.whole,
                     )
                 )
         except EngineRefused as problem:
-            self._broke(order_id, str(problem), retryable=problem.retryable, refusal=problem.refusal)
+            # What a gateway has sent is sent once.
+            retryable = problem.retryable and not action.gateway_of
+            self._broke(order_id, str(problem), retryable=retryable, refusal=problem.refusal)
         except EngineAway as problem:
             await self._look_now()
             self._broke(order_id, str(problem), retryable=True)

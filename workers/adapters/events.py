@@ -43,6 +43,8 @@ class TokensHeard(OrderEvent, frozen=True, kw_only=True):
     finish_reason: str = ""
     #: Where the engine keeps the prompt's KV for another engine, JSON; "": it does not say.
     kv_params: str = ""
+    #: They are a whole answer, which was not streamed.
+    whole: bool = False
 
 
 class AnswerBroke(OrderEvent, frozen=True, kw_only=True):

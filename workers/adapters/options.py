@@ -34,6 +34,9 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
     events_topic: Annotated[str, option("first frame of each of them", "TOPIC")] = ""
     engine_model: Annotated[str, option("the model's name there; default: its first", "NAME")] = ""
     engine_key_file: Annotated[str, option("its --api-key", "FILE")] = ""
+    engine_reached_at: Annotated[
+        str, option("where gateways (--ext-proc-port) reach it; default: where --url says", "HOST:PORT")
+    ] = ""
     engine_batch_max: Annotated[int, option("its --max-num-seqs", ge=1)] = 256
     engine_token_budget: Annotated[int, option("its --max-num-batched-tokens", ge=1)] = 2048
     engine_wait_s: Annotated[float, option("how long it may take to answer, at the start")] = 600.0

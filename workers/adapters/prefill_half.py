@@ -30,6 +30,8 @@ from halfmoon.workers.machines import Report
 class PrefillAdapterState(AdapterState):
     """See the module."""
 
+    draws = False
+
     def on_half(self, event: HalfEvent) -> None:
         if isinstance(event, PromptOrdered):
             self.begin(_as_decode(event.order))

@@ -36,7 +36,7 @@ from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.adapters.actions import Action, AskEngine, HangUp, StepSeen
-from halfmoon.workers.adapters.completion import Unanswerable, body_of
+from halfmoon.workers.adapters.completion import Unanswerable, body_of, forwarded_body_of
 from halfmoon.workers.adapters.engine_blocks import salt_of
 from halfmoon.workers.adapters.events import (
     AnswerBroke,
@@ -79,6 +79,10 @@ class AdaptedRequest:
         #: None: the engine was not asked yet.
         self.asked_ns: int | None = None
         self.cached_blocks = 0
+        #: A gateway asks the engine.
+        self.forwarded = False
+        #: Its answer came in one piece.
+        self.whole = False
 
     @property
     def drawing(self) -> bool:
@@ -89,11 +93,15 @@ class AdaptedRequest:
 class AdapterState:
     """See the module. `requests` are the open orders by id, in the order of their arrival."""
 
+    #: The engine draws what the client gets.
+    draws = True
+
     def __init__(self, worker: WorkerFacts, profile: CostProfile, *, engine_model: str) -> None:
         self.worker_id, self.incarnation = worker.worker_id, worker.incarnation
         self.layout, self.kv_blocks = worker.layout, worker.kv_blocks
         self.requests: dict[str, AdaptedRequest] = {}
         self.finished = FinishedOrders()
+        self.profile = profile
         self.times = StepTimes(profile)
         self.cache_percent = 0.0
         #: The newest first token of any order.
@@ -195,6 +203,7 @@ class AdapterState:
             return
         sequence = request.sequence
         sequence.take(reply, self._eos_ids)
+        request.forwarded = reply.forwarded and self.draws
         problem = self._problem(request, reply)
         if problem:
             self.fail(request, problem, retryable=False)
@@ -225,11 +234,16 @@ class AdapterState:
             self.fail(request, str(lack), retryable=False, refusal=wrong)
             return
         self.prompts_recomputed += bool(computes_again)
-        self.out.append(AskEngine(sequence.order_id, body, sequence.block_keys, computes_again))
+        order, gateway_of = request.order, request.order.frontend_id if request.forwarded else ""
+        self.out.append(
+            AskEngine(order.order_id, order.request_id, body, sequence.block_keys, computes_again, gateway_of)
+        )
 
     def body(self, request: AdaptedRequest) -> dict[str, Any]:
-        """The request to the engine. Raises Unanswerable."""
+        """The request to the engine; of one that a gateway sends, what is to be set in it. Raises Unanswerable."""
         sequence = request.sequence
+        if request.forwarded:
+            return forwarded_body_of(self.engine_model, salt_of(sequence.root_key))
         return body_of(
             self.engine_model,
             salt_of(sequence.root_key),
@@ -259,6 +273,7 @@ class AdapterState:
         sequence = request.sequence
         index = len(sequence.output)
         first = not request.drawing and bool(event.tokens)
+        request.whole = event.whole
         self._pace(request, len(event.tokens), first=first)
         if first:
             self.first(request, event.tokens[0])
@@ -303,9 +318,13 @@ class AdapterState:
         order, sequence = request.order, request.sequence
         asked_ns = self.now_ns if request.asked_ns is None else request.asked_ns
         began_ns = min(self.now_ns, max(asked_ns, self.first_ns))
-        self.first_ns = self.now_ns
         cached = min(request.cached_blocks * self.layout.block_tokens, len(sequence.prompt) - 1)
         queue_ns, compute_ns = began_ns - sequence.arrived_ns, self.now_ns - began_ns
+        if request.whole:
+            # Its first token came with its last one: most of that time is not the prompt's.
+            compute_ns = min(compute_ns, self.profile.prefill_ns(len(sequence.prompt), cached))
+        else:
+            self.first_ns = self.now_ns
         sequence.result = PrefillResult(
             order_id=order.order_id,
             request_id=order.request_id,

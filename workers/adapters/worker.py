@@ -38,6 +38,7 @@ from halfmoon.workers.adapters.decode_half import DecodeAdapterState
 from halfmoon.workers.adapters.engine_link import EngineLink
 from halfmoon.workers.adapters.events import PromptOrdered
 from halfmoon.workers.adapters.prefill_half import PrefillAdapterState
+from halfmoon.workers.adapters.relayed import RelayedAnswers
 from halfmoon.workers.adapters.state import AdapterState
 from halfmoon.workers.decode.actions import AnswerResend, Deliver, EndSpan
 from halfmoon.workers.decode.events import DecodeOrdered, KvHeard, ResendRequested
@@ -87,6 +88,9 @@ class AdapterWorker(Worker):
         super().__init__(bus, engine.api, None, config)
         self.engine_link, self.model = engine, model
         engine.hear = self.hear
+        engine.relayed = self._relayed = RelayedAnswers(
+            bus, config.worker_id, engine.api.reached_at, engine.api.headers, engine.vocabulary
+        )
         self.announcer = Announcer(
             bus, node_id=config.node_id, incarnation=self.incarnation, heartbeat_ns=config.heartbeat_ns
         )
@@ -102,6 +106,7 @@ class AdapterWorker(Worker):
         asked = subjects.resend(config.worker_id, "*")
         await self.bus.serve(asked, ResendRequest, self._resend, author="frontend_id")
         await self.bus.serve(subjects.reset(config.worker_id), ResetPrefixCache, self._reset_prefix_cache)
+        await self._relayed.open()
         if self.role == "decode":
             self.spawn(self._follow_kv(self.bus.follow_kv(await self.bus.open_kv(config.worker_id))))
         # Before the worker: it takes no orders while its node has no store.

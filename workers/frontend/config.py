@@ -15,7 +15,7 @@ from halfmoon.workers.frontend.options import FrontendOptions
 
 
 class FrontendConfig(FrontendOptions, frozen=True, kw_only=True):
-    """Read once, passed down; `http_port` -1: no HTTP. Raises ValueError when two fields contradict each other."""
+    """Read once, passed down; a port of -1: that edge is not there. Raises ValueError when two fields contradict."""
 
     #: One token of a NATS subject; two frontends of a cluster must differ.
     frontend_id: str
@@ -27,6 +27,8 @@ class FrontendConfig(FrontendOptions, frozen=True, kw_only=True):
     #: Serve HTTPS.
     http_tls: ssl.SSLContext | None = None
     http_limits: HttpLimits = HttpLimits()
+    #: Serve gateways by TLS: the key and the certificates, PEM.
+    ext_proc_tls: tuple[bytes, bytes] | None = None
     #: Key -> tenant that its requests belong to (`tenants.ALL_TENANTS`: as the request says). Empty: HTTP asks for no
     #: key. Clients on NATS are known by their NATS credentials.
     api_keys: Mapping[str, str] = field(default_factory=dict)

@@ -77,6 +77,7 @@ class OpenRequest:
 
     __slots__ = (
         "alias",
+        "answered_elsewhere",
         "arrived",
         "arrived_at_ns",
         "ask",
@@ -140,6 +141,8 @@ class OpenRequest:
         self.polled_at_ns = now_ns
         #: Between tokens; of tokens that came together, equal parts.
         self.intervals_ns: list[int] = []
+        #: Its client hears an engine through a gateway, whose end is told: no tokens here are no silence.
+        self.answered_elsewhere = False
         self.order_id = ""
         self.order_rank = (-1, -1)
         #: Of the newest order, as a conductor named them.
@@ -217,6 +220,7 @@ class OpenRequest:
             traceparent=self.arrived.traceparent,
             choices=self.ask.n,
             weight_version=self.arrived.weight_version,
+            forwarded=self.ask.answer.forwarded,
         )
 
     def rekey(self, root_key: bytes, block_keys: bytes, weight_version: str) -> None:

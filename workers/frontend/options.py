@@ -11,13 +11,17 @@ from msgspec import Meta
 from halfmoon.schemas.types import option
 
 
-class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options that `halfmoon up` takes as well."""
-
-    title: ClassVar[str] = "frontend"
+class EdgeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where clients and gateways ask."""
 
     http_host: str = "127.0.0.1"
     http_port: Annotated[int, option("0: any free one")] = 8000
+    ext_proc_port: Annotated[
+        int,
+        option(
+            "where gateways (Envoy's ext_proc) ask which engine a request is for; 0: any free one; -1: nowhere"
+        ),
+    ] = -1
     api_keys_file: Annotated[
         str, option("keys of HTTP clients, one a line: KEY, TENANT KEY, or * KEY for all tenants", "FILE")
     ] = ""
@@ -38,6 +42,17 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     ssl_certfile: Annotated[str, option("serve HTTPS with this certificate", "FILE")] = ""
     ssl_keyfile: Annotated[str, option("its key, where it is a file of its own", "FILE")] = ""
+    http_connections_max: Annotated[int, Meta(ge=1)] = 8192
+    http_connections_per_address_max: Annotated[int, option("a proxy is one address", ge=1)] = 4096
+    http_head_s: Annotated[float, option("how long a request's head may take to come", gt=0)] = 10.0
+    http_body_s: Annotated[float, option("and its body after that", gt=0)] = 30.0
+
+
+class FrontendOptions(EdgeOptions, frozen=True, kw_only=True):
+    """Options that `halfmoon up` takes as well."""
+
+    title: ClassVar[str] = "frontend"
+
     served_model_name: Annotated[
         tuple[str, ...],
         option(
@@ -53,10 +68,6 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
             "SOURCE",
         ),
     ] = "auto"
-    http_connections_max: Annotated[int, Meta(ge=1)] = 8192
-    http_connections_per_address_max: Annotated[int, option("a proxy is one address", ge=1)] = 4096
-    http_head_s: Annotated[float, option("how long a request's head may take to come", gt=0)] = 10.0
-    http_body_s: Annotated[float, option("and its body after that", gt=0)] = 30.0
     open_requests_max: Annotated[int, option("beyond this, new requests get 429 `queue_full`")] = 4096
     silence_s: Annotated[
         float,

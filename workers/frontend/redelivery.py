@@ -74,8 +74,9 @@ class Redelivery:
         config = self._registry.config
         if now_ns - max(request.polled_at_ns, request.heard_at_ns) < config.resend_after_ns:
             return
-        if self._registry.paused:
-            # A pause is an operator's will, and may be long: the silence begins when it ends.
+        if self._registry.paused or request.answered_elsewhere:
+            # A pause is an operator's will, and may be long: the silence begins when it ends. So may be an answer that
+            # is not streamed.
             request.progress_at_ns = now_ns
         # A worker that still knows the order is heard of, and may be stuck all the same.
         silent_ns = now_ns - request.progress_at_ns
