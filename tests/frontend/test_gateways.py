@@ -345,6 +345,40 @@ def test_a_client_that_leaves_ends_its_request(told: Run, when: str) -> None:
     told(scenario)
 
 
+@pytest.mark.parametrize(
+    ("headers", "parts"),
+    [
+        ({"content-type": "text/event-stream"}, LINES),
+        ({"content-length": "23"}, [b'{"choices": ', b'[{"a": 1}]}']),
+    ],
+    ids=["by its last line", "by its length"],
+)
+def test_a_client_that_leaves_with_all_of_its_answer_cancels_nothing(
+    told: Run, headers: dict[str, str], parts: list[bytes]
+) -> None:
+    """The gateway tells of no end then."""
+
+    async def scenario(cluster: Cluster, edge: ExtProcEdge, adapter: Adapter) -> None:
+        gateway = Gateway(edge)
+        gateway.ask()
+        await gateway.hear_engine()
+        gateway.say(response_headers={"headers": _map({":status": "200", **headers})})
+        for part in parts:
+            gateway.say(response_body={"body": part})
+        gateway.leave()
+        await gateway.hear_end()
+        await eventually(lambda: len(adapter.heard) == 2, "the adapter has heard it")
+        assert [each.ended for each in adapter.heard] == [False, True]
+        assert len(cluster.frontend.registry.requests) == 1
+        (arrived,) = await cluster.double.wait_for(RequestArrived)
+        order_id = adapter.heard[0].order_id
+        await cluster.double.deliver(cluster.double.delivery(arrived, order_id, 0, [7], "stop"))
+        await ended(cluster.frontend.registry)
+        assert not [each for each in cluster.double.events if isinstance(each, RequestCancelled)]
+
+    told(scenario)
+
+
 def test_a_gateway_that_breaks_off_ends_its_request(told: Run) -> None:
     """gRPC cancels the coroutine then."""
 

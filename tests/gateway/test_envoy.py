@@ -85,7 +85,9 @@ def tokens_of(said: bytes) -> list[int]:
     ]
 
 
-async def test_answers_are_the_engines_and_the_log_has_them(gateway: str, fleet: FakeFleet) -> None:
+async def test_answers_are_of_the_engine_that_has_the_blocks_and_the_log_has_them(
+    gateway: str, fleet: FakeFleet
+) -> None:
     after = await fleet.last_seq()
     ids = prompt(1)
     # For the client's own eyes the stream is what the engine sent.
@@ -111,9 +113,7 @@ async def test_answers_are_the_engines_and_the_log_has_them(gateway: str, fleet:
     # Of an answer that is no stream the first token comes with the last.
     for kind, count in ((PrefillFinished, 3), (DecodeStarted, 1)):
         assert sum([len(await fleet.told(after, kind, at)) for at in OTHER]) == count
-
-
-async def test_requests_go_where_their_blocks_are(gateway: str, fleet: FakeFleet) -> None:
+    # A prompt that begins as one before goes where that one's blocks are.
     chosen = {}
     for number in (2, 3):
         after = await fleet.last_seq()

@@ -198,7 +198,7 @@ def counted(url: str, name: str) -> float:
 def asked(url: str, prompt: str | list[int], *, stream: bool = False) -> urllib.request.Request:
     """A greedy completion of 24 tokens, with their ids."""
     body = {
-        "model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True, "stream": stream,
+        "prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True, "stream": stream,
     }  # fmt: skip
     headers = {"Content-Type": "application/json"}
     return urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)

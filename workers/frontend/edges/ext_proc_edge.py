@@ -50,7 +50,7 @@ from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
 DESTINATION = "x-gateway-destination-endpoint"
 _LB, _SUBSET, _SUBSET_KEY = "envoy.lb", "envoy.lb.subset_hint", f"{DESTINATION}-subset"
 _PARSERS = {"/v1/chat/completions": parse_chat, "/v1/completions": parse_completion}
-_STREAMS = "text/event-stream"
+_STREAMS, _LAST_LINE, _TAIL_BYTES = "text/event-stream", b"data: [DONE]", 64
 
 
 class ExtProcEdge:
@@ -128,10 +128,9 @@ class ExtProcEdge:
                 yield response
             async for response in _heard_of(one, coming):
                 yield response
-            one = None  # its answer has been seen to its end
         finally:
             if one is not None:
-                one.cancel()
+                one.leave()
             coming.close()
 
     # --- the request ----------------------------------------------------------------------------------------
@@ -304,38 +303,63 @@ def _sent_to(engine: EngineNamed, asked: Mapping[str, Any]) -> Iterable[Any]:
     yield ProcessingResponse(request_body=_passed(changed, ended=True))
 
 
-async def _heard_of(one: ForwardedRequest, coming: _Coming) -> AsyncGenerator[Any, None]:
-    """The answers to all that follows: it passes as it is, and its adapter hears of it. Returns at the answer's end;
-    where the stream ends before, it cancels.
+class _Answer:
+    """What an engine says to `one`, part by part.
+
+    A client that has all of it may leave at once, and the gateway then tells of no end. So the end is seen here by the
+    answer itself: its length, or a stream's last line.
     """
-    status, streamed = 200, False
 
-    def hear(body: bytes, *, ended: bool) -> None:
-        one.hear(body, status=status, streamed=streamed, ended=ended)
+    def __init__(self, one: ForwardedRequest) -> None:
+        self._one = one
+        self._status, self._streamed = 200, False
+        #: Bytes that its head announced and that are not here yet; None: it did not.
+        self._left: int | None = None
+        self._tail = b""
 
+    def begins(self, headers: Mapping[str, str], *, ended: bool) -> None:
+        self._status = int(headers.get(":status", "0"))
+        self._streamed = headers.get("content-type", "").startswith(_STREAMS)
+        if (length := headers.get("content-length", "")).isdecimal():
+            self._left = int(length)
+        if ended:
+            self.goes_on(b"", ended=True)
+
+    def goes_on(self, body: bytes, *, ended: bool) -> None:
+        if self._left is not None:
+            self._left -= len(body)
+        self._tail = (self._tail + body)[-_TAIL_BYTES:]
+        last_line = self._streamed and self._tail.rstrip().endswith(_LAST_LINE)
+        all_here = ended or last_line or (self._left is not None and self._left <= 0)
+        self._one.hear(body, status=self._status, streamed=self._streamed, ended=all_here)
+
+
+async def _heard_of(one: ForwardedRequest, coming: _Coming) -> AsyncGenerator[Any, None]:
+    """The answers to all that follows: it passes as it is, and its adapter hears of it. Returns at the answer's end, or
+    where the stream ends.
+    """
+    answer = _Answer(one)
     while (message := await coming.next()) is not None:
         match kind_of(message):
             case "response_headers":
-                headers = _headers(message.response_headers.headers.headers)
-                status = int(headers.get(":status", "0"))
-                streamed = headers.get("content-type", "").startswith(_STREAMS)
+                head = message.response_headers
                 yield ProcessingResponse(response_headers=HeadersResponse())
-                if message.response_headers.end_of_stream:
-                    hear(b"", ended=True)
+                answer.begins(_headers(head.headers.headers), ended=head.end_of_stream)
+                if head.end_of_stream:
                     return
             case "response_body":
                 part = message.response_body
+                # Heard first: the client may have all of it with this part, and leave.
+                answer.goes_on(part.body, ended=part.end_of_stream)
                 yield ProcessingResponse(response_body=_passed(part.body, ended=part.end_of_stream))
-                hear(part.body, ended=part.end_of_stream)
                 if part.end_of_stream:
                     return
             case "response_trailers":
+                answer.goes_on(b"", ended=True)
                 yield ProcessingResponse(response_trailers=TrailersResponse())
-                hear(b"", ended=True)
                 return
             case "request_trailers":
                 yield ProcessingResponse(request_trailers=TrailersResponse())
-    one.cancel()
 
 
 def _passed(body: bytes, *, ended: bool) -> Any:

@@ -68,6 +68,7 @@ class ForwardedRequest:
         #: The engine, or an ApiError.
         self.engine: asyncio.Future[EngineNamed] = asyncio.get_running_loop().create_future()
         self._parts = 0
+        self._heard_all = False
 
     # --- from the registry ----------------------------------------------------------------------------------
 
@@ -91,7 +92,10 @@ class ForwardedRequest:
     # --- for the edge ---------------------------------------------------------------------------------------
 
     def hear(self, body: bytes, *, status: int, streamed: bool, ended: bool) -> None:
-        """A part of the answer, for the engine's adapter."""
+        """A part of the answer, for the engine's adapter. What comes after the end is left out."""
+        if self._heard_all:
+            return
+        self._heard_all = ended
         if self._registry.requests.get(self.request.request_id) is not self.request:
             return  # it has ended
         self.request.answered_elsewhere = not ended
@@ -109,7 +113,8 @@ class ForwardedRequest:
             self._parts += 1
             self._registry.bus.nc.send(subjects.relay(engine.worker_id, me), encode(part))
 
-    def cancel(self) -> None:
-        """The client has gone, or will get no answer."""
-        self._registry.cancel(self.request)
-        self.engine.cancel()
+    def leave(self) -> None:
+        """The client has its answer, or has gone without, or will get none: then the request is cancelled."""
+        if not self._heard_all:
+            self._registry.cancel(self.request)
+            self.engine.cancel()
