@@ -85,7 +85,8 @@ class ExtProcEdge:
                 credentials = grpc.ssl_server_credentials([config.ext_proc_tls])
                 self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError as problem:
-            raise OSError(f"{address}: {problem}") from None
+            said = str(problem).partition(";")[0]  # then come hints for gRPC's developers
+            raise OSError(f"--ext-proc-port {config.ext_proc_port}: {said}") from None
         await self._server.start()
 
     async def stop(self) -> None:
