@@ -101,7 +101,7 @@ ELSEWHERE = {
     "docker/test_compose.py",
     "docker/test_observability.py",
     "docker/test_vllm.py",
-    "gateway",
+    "gateway/test_envoy.py",
     "observability/test_prometheus.py",
     "rdma/test_pairs.py",
     "rdma/test_two_hosts.py",

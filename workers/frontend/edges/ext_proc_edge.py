@@ -305,7 +305,7 @@ def _sent_to(engine: EngineNamed, asked: Mapping[str, Any]) -> Iterable[Any]:
 
 
 class _Answer:
-    """What an engine says to `one`, part by part.
+    """An engine's answer to `one`, part by part.
 
     A client that has all of it may leave at once, and the gateway then tells of no end. So the end is seen here by the
     answer itself: its length, or a stream's last line.
