@@ -157,6 +157,16 @@ async def ended(registry: RequestRegistry) -> None:
     await eventually(lambda: not registry.requests, "no request is open")
 
 
+async def ended_by(adapter: Adapter, cluster: Cluster) -> None:
+    """What the adapter makes of an answer ends its request, and nothing else does."""
+    assert len(cluster.frontend.registry.requests) == 1
+    (arrived,) = await cluster.double.wait_for(RequestArrived)
+    order_id = adapter.heard[0].order_id
+    await cluster.double.deliver(cluster.double.delivery(arrived, order_id, 0, [7], "stop"))
+    await ended(cluster.frontend.registry)
+    assert not [each for each in cluster.double.events if isinstance(each, RequestCancelled)]
+
+
 def test_the_gateway_learns_the_engine_and_its_adapter_the_answer(told: Run) -> None:
     async def scenario(cluster: Cluster, edge: ExtProcEdge, adapter: Adapter) -> None:
         gateway = Gateway(edge)
@@ -183,12 +193,7 @@ def test_the_gateway_learns_the_engine_and_its_adapter_the_answer(told: Run) -> 
         ]
         assert all(each.streamed and each.status == 200 for each in adapter.heard)
         assert not request.answered_elsewhere
-        # What the adapter makes of it ends the request.
-        (arrived,) = await cluster.double.wait_for(RequestArrived)
-        order_id = adapter.heard[0].order_id
-        await cluster.double.deliver(cluster.double.delivery(arrived, order_id, 0, [7], "stop"))
-        await ended(cluster.frontend.registry)
-        assert not [each for each in cluster.double.events if isinstance(each, RequestCancelled)]
+        await ended_by(adapter, cluster)
 
     told(scenario)
 
@@ -369,12 +374,7 @@ def test_a_client_that_leaves_with_all_of_its_answer_cancels_nothing(
         await gateway.hear_end()
         await eventually(lambda: len(adapter.heard) == 2, "the adapter has heard it")
         assert [each.ended for each in adapter.heard] == [False, True]
-        assert len(cluster.frontend.registry.requests) == 1
-        (arrived,) = await cluster.double.wait_for(RequestArrived)
-        order_id = adapter.heard[0].order_id
-        await cluster.double.deliver(cluster.double.delivery(arrived, order_id, 0, [7], "stop"))
-        await ended(cluster.frontend.registry)
-        assert not [each for each in cluster.double.events if isinstance(each, RequestCancelled)]
+        await ended_by(adapter, cluster)
 
     told(scenario)
 

@@ -73,6 +73,15 @@ async def post(url: str, path: str = "/v1/completions", **fields: Any) -> tuple[
         return response.status, await response.read()
 
 
+@contextlib.asynccontextmanager
+async def begun(url: str, ids: list[int]) -> AsyncIterator[aiohttp.ClientResponse]:
+    """A stream of which the first bytes are here. Its client leaves at the end."""
+    body = {"prompt": ids, "max_tokens": 9, "stream": True, "temperature": 0}
+    async with aiohttp.ClientSession() as http, http.post(f"{url}/v1/completions", json=body) as response:
+        await response.content.readany()
+        yield response
+
+
 def tokens_of(said: bytes) -> list[int]:
     """Of a stream, or of a whole answer."""
     lines = [line.removeprefix(b"data: ") for line in said.split(b"\n\n") if line]
@@ -159,11 +168,8 @@ async def test_a_client_that_leaves_ends_its_request_everywhere(gateway: str, fl
     after = await fleet.last_seq()
     fleet.fault("hold", after=2)
     try:
-        async with aiohttp.ClientSession() as http:
-            body = {"prompt": prompt(7), "max_tokens": 9, "stream": True, "temperature": 0}
-            async with http.post(f"{gateway}/v1/completions", json=body) as response:
-                await response.content.readany()
-                at = await fleet.drawing(after)
+        async with begun(gateway, prompt(7)):
+            at = await fleet.drawing(after)
 
         async def cancelled() -> bool:
             events = [one.event for one in await fleet.cluster.events(after)]
@@ -183,15 +189,12 @@ async def test_an_engine_that_dies_costs_its_answers_and_no_others(
     after = await fleet.last_seq()
     fleet.fault("hold", after=2)
     try:
-        async with aiohttp.ClientSession() as http:
-            body = {"prompt": prompt(8), "max_tokens": 9, "stream": True, "temperature": 0}
-            async with http.post(f"{gateway}/v1/completions", json=body) as response:
-                await response.content.readany()
-                at = await fleet.drawing(after)
-                fleet.engines[at].kill()
-                # Its client sees the stream end: the gateway cannot go on with it elsewhere.
-                with contextlib.suppress(aiohttp.ClientError):
-                    await response.read()
+        async with begun(gateway, prompt(8)) as response:
+            at = await fleet.drawing(after)
+            fleet.engines[at].kill()
+            # Its client sees the stream end: the gateway cannot go on with it elsewhere.
+            with contextlib.suppress(aiohttp.ClientError):
+                await response.read()
         fleet.engines[OTHER[at]].fault("let go")
         await fleet.gone(after, at)
         status, said = await post(gateway, prompt=prompt(8), max_tokens=3, temperature=0)

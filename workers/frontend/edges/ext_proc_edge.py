@@ -329,7 +329,7 @@ class _Answer:
     def goes_on(self, body: bytes, *, ended: bool) -> None:
         if self._left is not None:
             self._left -= len(body)
-        self._tail = (self._tail + body)[-_TAIL_BYTES:]
+        self._tail = (self._tail + body[-_TAIL_BYTES:])[-_TAIL_BYTES:]
         last_line = self._streamed and self._tail.rstrip().endswith(_LAST_LINE)
         all_here = ended or last_line or (self._left is not None and self._left <= 0)
         self._one.hear(body, status=self._status, streamed=self._streamed, ended=all_here)
