@@ -32,6 +32,8 @@
 #                           into results/ (HALFMOON_VLLM and HALFMOON_VLLM_MODEL as for make test-vllm; HALFMOON_VLLM_ROUTER)
 #   make bench-vllm-tier    environment with tools, then times to the first token of a real vLLM from the store and by its own
 #                           prefill, into results/ (HALFMOON_VLLM and HALFMOON_VLLM_MODEL as for make test-vllm)
+#   make bench-vllm-pair    environment with tools, then times to the first token of a real vLLM whose prompts another one computes,
+#                           into results/ (HALFMOON_VLLM and HALFMOON_VLLM_MODEL as for make test-vllm)
 #   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
 #   make chaos [SEEDS=n] [SEED=n] [ARGS=...]   environment, then SEEDS worlds of chaos (10,000), or one again by its seed;
 #                           ARGS="--out FILE" keeps what was played, and the next run goes on from there
@@ -67,7 +69,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-delays test-attention test-clocks test-vllm test-vllm-tier test-vllm-fleet test-gateway test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-cpu-engines bench-dynamo bench-vllm-router bench-engine-routing bench-vllm-tier experiments experiments-check nightly golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-delays test-attention test-clocks test-vllm test-vllm-tier test-vllm-fleet test-gateway test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-cpu-engines bench-dynamo bench-vllm-router bench-engine-routing bench-vllm-tier bench-vllm-pair experiments experiments-check nightly golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -157,6 +159,9 @@ bench-engine-routing: $(DEV_STAMP)
 
 bench-vllm-tier: $(DEV_STAMP)
 	$(BIN)/python benchmarks/vllm_tier.py --save vllm_tier $(ARGS)
+
+bench-vllm-pair: $(DEV_STAMP)
+	$(BIN)/python benchmarks/vllm_pair.py --save vllm_pair $(ARGS)
 
 test-rdma: $(DEV_STAMP)
 	@status=0; OUT=$(CURDIR)/build/rdma tests/rdma/guest.sh bash tests/rdma/all.sh $(BIN)/python || status=$$?; \

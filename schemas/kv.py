@@ -75,6 +75,19 @@ class EngineKv(Part, frozen=True):
     tokens: Tokens = 0
 
 
+class WantKv(Message, frozen=True):
+    """An engine's connector asks the one that computes a prompt to push its KV, as it comes, into this node's pool."""
+
+    order_id: Id
+    request_id: Id
+    #: Who asks, and hears of the KV.
+    worker_id: Id
+    node_id: Id
+    tokens: Tokens
+    #: Equal for engines whose KV of equal tokens is laid out alike.
+    layout: Id
+
+
 class PrefillResult(Message, frozen=True):
     """From the prefill worker: the first token, drawn from the last prompt token's logits, and how prefill went.
 

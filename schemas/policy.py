@@ -215,22 +215,20 @@ class Layout(Part, frozen=True):
     segment_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
 
     @classmethod
-    def opaque(cls, block_bytes: int) -> Layout:
-        """A store's blocks of another engine: bytes of which only the length is known, whole pages of 4 KiB.
+    def opaque(cls, block_bytes: int, layers: int = 1) -> Layout:
+        """A store's blocks of another engine: bytes of which only the length is known, whole pages of 4 KiB a layer.
 
         Equal sizes are equal layouts, whatever engine's they are: keys tell engines apart. The shape is nominal,
-        `[1, 2, 1, pages, 1024]` of two bytes each. Raises ValueError.
+        `[layers, 2, 1, pages, 1024]` of two bytes each. Raises ValueError.
         """
-        pages, rest = divmod(block_bytes, OPAQUE_PAGE_BYTES)
-        if rest or not 1 <= pages <= OPAQUE_PAGES_MAX:
-            most = OPAQUE_PAGES_MAX * OPAQUE_PAGE_BYTES
-            raise ValueError(
-                f"{block_bytes} is no multiple of {OPAQUE_PAGE_BYTES} from {OPAQUE_PAGE_BYTES} to {most}"
-            )
+        pages, rest = divmod(block_bytes, OPAQUE_PAGE_BYTES * layers)
+        if rest or not 1 <= pages * layers <= OPAQUE_PAGES_MAX:
+            least, most = OPAQUE_PAGE_BYTES * layers, OPAQUE_PAGES_MAX * OPAQUE_PAGE_BYTES
+            raise ValueError(f"{block_bytes} is no multiple of {least} from {least} to {most}")
         return cls(
             model="opaque",
             model_fingerprint="opaque",
-            layers=1,
+            layers=layers,
             kv_heads=pages,
             head_dim=OPAQUE_PAGE_BYTES // 4,
             block_tokens=1,

@@ -134,6 +134,11 @@ def hold(worker_id: str, owner_id: str) -> str:
     return f"{ROOT}.hold.{worker_id}.{owner_id}"
 
 
+def want(worker_id: str, asker_id: str) -> str:
+    """`asker_id`: the engine's connector that wants the KV of a prompt from that of `worker_id`."""
+    return f"{ROOT}.want.{worker_id}.{asker_id}"
+
+
 def reset(worker_id: str) -> str:
     """An operator has the engine behind an adapter drop its prefix cache."""
     return f"{ROOT}.reset.{worker_id}"

@@ -67,3 +67,7 @@ class StoreProcessOptions(StoreOptions, frozen=True, kw_only=True):
     block_bytes: Annotated[
         int, option("hold another engine's blocks of N bytes, a multiple of 4096; no model is read then", "N")
     ] = 0
+    block_layers: Annotated[
+        int,
+        option("with --block-bytes: each block has so many layers, of equal length, which move one by one"),
+    ] = 1

@@ -24,6 +24,7 @@ NOT_IN_BENCH = {
     "engine_ends": "an end of cpu_engines.py, run by the interpreter that has the engine",
     "dynamo_edge": "needs a Dynamo that is not installed here, `make bench-dynamo`",
     "vllm_router": "needs a program that is not installed here, `make bench-vllm-router`",
+    "vllm_pair": "needs a vLLM that is not installed here, `make bench-vllm-pair`",
     "vllm_tier": "needs a vLLM that is not installed here, `make bench-vllm-tier`",
     "engine_routing": "needs a vLLM and a router that are not installed here, `make bench-engine-routing`",
     "figures": "makes pages of what is measured already, `make docs`",
@@ -33,7 +34,7 @@ NOT_IN_BENCH = {
 #: What measures nothing by itself, or, as the experiments do, on no clock.
 NO_SHORT_FORM = {"engine_ends", "experiments", "figures", "mooncake_store", "workloads"}
 #: What runs nowhere but where somebody installed more.
-NEEDS_MORE = {"cpu_engines", "dynamo_edge", "engine_routing", "vllm_router", "vllm_tier"}
+NEEDS_MORE = {"cpu_engines", "dynamo_edge", "engine_routing", "vllm_pair", "vllm_router", "vllm_tier"}
 
 
 def named(variable: str) -> list[str]:

@@ -103,7 +103,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store.locate": {"bus", "schemas"},
     "store.agent_client": {"bus", "schemas", "store.errors", "store.pool"},
     "store.client": {"bus", "schemas", "store.agent_client", "store.errors", "store.locate", "store.pool"},
-    "store.adapters": {"bus", "schemas", "store.client", "store.errors"},
+    "store.kv_arrival": {"schemas"},
+    "store.adapters": {
+        "bus",
+        "schemas",
+        "store.agent_client",
+        "store.client",
+        "store.errors",
+        "store.kv_arrival",
+        "store.pool",
+    },
     "store.agent.announcer": {"bus", "schemas", "store.pool", "store.tiers"},
     "store.agent": {
         "bus",
@@ -194,6 +203,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "schemas",
         "store.agent_client",
         "store.errors",
+        "store.kv_arrival",
         "store.pool",
         "workers",
         "workers.model",
@@ -206,7 +216,11 @@ TOP = {row.partition(".")[0] for row in MAY_IMPORT} | {ROOT_PACKAGE}
 #: What `schemas` may import beside the standard library, so that any process can speak without heavy imports.
 SCHEMAS_MAY_IMPORT = {"msgspec", "numpy", "orjson", "xxhash"}
 #: Modules that another engine loads by their path, and whose methods it calls.
-ADAPTERS = ("store/adapters/sglang_hicache.py", "store/adapters/vllm_tier.py")
+ADAPTERS = (
+    "store/adapters/sglang_hicache.py",
+    "store/adapters/vllm_connector.py",
+    "store/adapters/vllm_tier.py",
+)
 LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 NOT_OURS = {".git", ".venv", "build", "dist", "node_modules"}

@@ -81,12 +81,16 @@ async def run(args: argparse.Namespace) -> int:
 def _layout(args: argparse.Namespace) -> Layout:
     """The layout of the model, or the one of blocks of any engine. Raises OptionInvalid."""
     if not args.block_bytes:
+        if args.block_layers != 1:
+            raise OptionInvalid("--block-layers: it is of another engine's blocks, which --block-bytes names")
         return models.layout_of(args)
     if args.layout_file or args.kv_events_tokens:
         other = "--layout-file" if args.layout_file else "--kv-events-tokens"
         raise OptionInvalid(f"--block-bytes: {other} is of a model's blocks; give one of the two")
+    if not 1 <= args.block_layers <= 10_000:
+        raise OptionInvalid(f"--block-layers: {args.block_layers} is not in 1..10000")
     try:
-        return Layout.opaque(args.block_bytes)
+        return Layout.opaque(args.block_bytes, args.block_layers)
     except ValueError as problem:
         raise OptionInvalid(f"--block-bytes: {problem}") from None
 

@@ -194,6 +194,14 @@ _PROCESSES: tuple[Channel, ...] = (
         replies=(lending.HoldReply, *_REFUSAL),
     ),
     Channel(
+        name="want",
+        address=subjects.want("{worker_id}", "{asker_id}"),
+        summary="An engine's connector wants the KV of a prompt that another engine computes.",
+        action="receive",
+        messages=(kv.WantKv,),
+        replies=(store.Done, *_REFUSAL),
+    ),
+    Channel(
         name="reset",
         address=subjects.reset("{worker_id}"),
         summary="An operator has the engine behind an adapter drop its prefix cache.",

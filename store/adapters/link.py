@@ -1,4 +1,5 @@
-"""StoreLink: an engine's way to the store: a daemon thread with an event loop, on which a client finds it and keeps it.
+"""ClientLink: an engine's way to the store: a daemon thread with an event loop, on which a client finds and keeps it.
+`StoreLink` has a `StoreClient` there.
 
 Rules:
 
@@ -16,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import xxhash
@@ -36,6 +37,7 @@ BATCH_BYTES = 64 << 20
 FAILURES = (StoreError, BusError, NatsError, TimeoutError)
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+C = TypeVar("C")
 
 
 Peer = Annotated[str, msgspec.Meta(pattern=rf"{ID_PATTERN}|^\{ANY_NODE}$")]
@@ -82,8 +84,12 @@ class BlockKeys:
         return xxhash.xxh3_128_digest(self._prefix + key)
 
 
-class StoreLink:
-    """See the module."""
+class WrongBlocks(StoreError):
+    """The node's agent holds blocks of another size: the engine's start ends with this."""
+
+
+class ClientLink(Generic[C]):
+    """See the module. `C`: what is opened on the loop, once the store is there."""
 
     def __init__(self, options: LinkOptions, *, block_bytes: int) -> None:
         """`block_bytes`: of the engine's blocks."""
@@ -93,7 +99,7 @@ class StoreLink:
         self._counts: Counter[str] = Counter()
         self._tried = threading.Event()
         self._unusable = ""
-        self._client: StoreClient | None = None
+        self._client: C | None = None
         self._resting_until_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
@@ -133,7 +139,7 @@ class StoreLink:
             return False
         return True
 
-    def ask(self, work: Callable[[StoreClient], Coroutine[Any, Any, T]], *, within_s: float) -> T | None:
+    def ask(self, work: Callable[[C], Coroutine[Any, Any, T]], *, within_s: float) -> T | None:
         """The result of `work`, from any thread; None where the store is away, fails, or takes longer."""
         ended = threading.Event()
         found: list[T] = []
@@ -157,6 +163,11 @@ class StoreLink:
         with self._lock:
             self._counts[name] += by
 
+    @staticmethod
+    def say(told: str) -> None:
+        """To the engine's log."""
+        log.warning("%s", told)
+
     def counts(self) -> Counter[str]:
         """Events since the last call, by name."""
         with self._lock:
@@ -171,7 +182,11 @@ class StoreLink:
 
     # --- the loop's thread ----------------------------------------------------------------------------------
 
-    def usable(self) -> StoreClient | None:
+    async def open(self, bus: Bus, stack: contextlib.AsyncExitStack) -> C:
+        """Opens what is used on the loop; the stack closes it. Raises WrongBlocks, StoreError, BusError."""
+        raise NotImplementedError
+
+    def usable(self) -> C | None:
         """None: it is away, or rests."""
         return self._client if time.monotonic() >= self._resting_until_s else None
 
@@ -224,19 +239,29 @@ class StoreLink:
                 await asyncio.sleep(REST_S)
 
     async def _connect_once(self, config: BusConfig, stack: contextlib.AsyncExitStack) -> None:
-        options = self._options
         async with contextlib.AsyncExitStack() as opened:
-            bus = await Bus.connect(config, name=f"store-client-{options.node}")
+            bus = await Bus.connect(config, name=f"store-client-{self._options.node}")
             opened.push_async_callback(bus.close)
-            client = StoreClient(bus, node_id=options.node, tenant=options.tenant, peers=options.peers)
-            opened.push_async_callback(client.close)
-            await client.attach()
-            if client.block_bytes != self._block_bytes:
-                size = self._block_bytes
-                self._unusable = (
-                    f"node: the store agent of {options.node} holds blocks of {client.block_bytes} bytes, "
-                    f"this engine's have {size}: halfmoon store --node NAME --block-bytes {size}"
-                )
-                raise StoreError(self._unusable)
+            try:
+                client = await self.open(bus, opened)
+            except WrongBlocks as problem:
+                self._unusable = str(problem)
+                raise
             stack.push_async_exit(opened.pop_all())
             self._client, self._unusable = client, ""
+
+
+class StoreLink(ClientLink[StoreClient]):
+    """See the module."""
+
+    async def open(self, bus: Bus, stack: contextlib.AsyncExitStack) -> StoreClient:
+        options, size = self._options, self._block_bytes
+        client = StoreClient(bus, node_id=options.node, tenant=options.tenant, peers=options.peers)
+        stack.push_async_callback(client.close)
+        await client.attach()
+        if client.block_bytes != size:
+            raise WrongBlocks(
+                f"node: the store agent of {options.node} holds blocks of {client.block_bytes} bytes, "
+                f"this engine's have {size}: halfmoon store --node NAME --block-bytes {size}"
+            )
+        return client

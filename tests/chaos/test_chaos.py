@@ -31,10 +31,10 @@ from halfmoon.conductor.core import (
 from halfmoon.conductor.core.placement import parts
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.store.kv_arrival import KvArrival
 from halfmoon.store.pool.pool import Pool
 from halfmoon.workers.attention.actions import AnswerHold
 from halfmoon.workers.attention.holds import Holds
-from halfmoon.workers.decode.kv_arrival import KvArrival
 from halfmoon.workers.decode.lenders import Lenders
 from halfmoon.workers.decode.moves import Moves
 from halfmoon.workers.decode.orders import Orders

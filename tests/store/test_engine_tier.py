@@ -150,7 +150,9 @@ def test_a_store_that_dies_is_a_miss_and_is_found_again(nats_url: str) -> None:
     asyncio.run(story())
 
 
-def test_an_engine_starts_without_a_store_and_every_job_ends(nats_url: str) -> None:
+def test_an_engine_starts_without_a_store_and_not_with_one_of_other_blocks(
+    nats_url: str,
+) -> None:
     async def story() -> None:
         async with cluster(nats_url) as here:
             async with tier(here, "nobody", memory(), connect_s=0.1) as made:
@@ -165,12 +167,7 @@ def test_an_engine_starts_without_a_store_and_every_job_ends(nats_url: str) -> N
             assert [job.job_id for job in made.finished()] == [3]
             assert not [one for one in threading.enumerate() if one.name.startswith("halfmoon-link")]
 
-    asyncio.run(story())
-
-
-def test_a_store_of_blocks_of_another_size_is_refused_at_the_start(nats_url: str) -> None:
-    async def story() -> None:
-        async with cluster(nats_url) as here:
+            # A store of blocks of another size ends the start.
             await here.agent("n1", layout=Layout.opaque(4096), data_port=-1)
             with pytest.raises(ValueError, match=f"node: the store agent of n1 holds .* --block-bytes {ROW}"):
                 async with tier(here, "n1", memory()):

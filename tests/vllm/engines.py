@@ -73,14 +73,17 @@ def vllm(program: str, model: str, log: Path, *words: str, **environment: str) -
 
 
 def shared_memory(group: int) -> set[Path]:
-    """Files of shared memory that processes of a group have mapped, under whatever name they were made."""
+    """Files of shared memory that processes of a group have mapped, under whatever name they were made; not the pools of
+    store agents, which are others'.
+    """
     mapped: set[int] = set()
     for process in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it has ended meanwhile
             if process.name.isdigit() and os.getpgid(int(process.name)) == group:
                 lines = (process / "maps").read_text().splitlines()
                 mapped |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
-    return {file for file in Path("/dev/shm").iterdir() if file.stat().st_ino in mapped}
+    files = [file for file in Path("/dev/shm").iterdir() if not file.name.startswith("halfmoon-")]
+    return {file for file in files if file.stat().st_ino in mapped}
 
 
 @contextlib.contextmanager

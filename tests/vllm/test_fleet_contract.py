@@ -51,7 +51,9 @@ def said() -> dict[str, Any]:
     return found
 
 
-def test_its_events_are_read_and_mean_our_blocks(said: dict[str, Any]) -> None:
+def test_its_events_mean_our_blocks_and_it_understands_our_requests_field_by_field(
+    said: dict[str, Any],
+) -> None:
     blocks = EngineBlocks(block_tokens=OURS, blocks_max=1_000)
     keys = split_keys(chain_keys(ROOT, TOKENS, OURS))
     told = []
@@ -64,13 +66,8 @@ def test_its_events_are_read_and_mean_our_blocks(said: dict[str, Any]) -> None:
     unsalted: list[tuple[bool, bytes]] = []
     assert told == [[(True, keys[0])], [(True, keys[1])], evicted, *[unsalted] * 4, [(False, keys[0])]]
     assert blocks.passed_over["of_others"] == 8
-
-
-def test_our_request_is_understood_field_by_field(said: dict[str, Any]) -> None:
     assert (said["unknown"], said["top_k"], said["seed"]) == ([], 0, 2**63 - 1)
-
-
-def test_a_prefill_half_gets_its_place_in_an_answer_that_is_not_streamed(said: dict[str, Any]) -> None:
+    # A prefill half gets its place in an answer that is not streamed.
     assert said["asks_for_place"]["do_remote_decode"] is True
     assert said["ends_by_length_alone"] == [0, True, []]
     assert said["place"] == [True, False]

@@ -1,4 +1,5 @@
-"""Runs in vLLM's environment: what of its interface for tiers is not as `HalfmoonTier` was written for, by name.
+"""Runs in vLLM's environment: what of its interfaces is not as `HalfmoonTier` and `HalfmoonConnector` were written for,
+by name.
 
 `tier_contract.py NATS_URL NODE`: prints one JSON object, `differences` (none, while the two fit) and `story`: what
 vLLM's own manager of tiers, with ours over a real store agent, did with real rows.
@@ -15,6 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm.config import KVTransferConfig, ParallelConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    KVConnectorBlockState,
+    NewRequestData,
+    SchedulerOutput,
+)
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingSpec,
@@ -36,6 +45,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
+from halfmoon.store.adapters.vllm_connector import HalfmoonConnector
 from halfmoon.store.adapters.vllm_tier import EVENTS, HalfmoonTier
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -61,6 +71,36 @@ METHODS = {
     "shutdown": " -> None",
     "build_metric_definitions": "extra_config -> dict[str, OffloadingMetricMetadata]",
     "get_stats": " -> OffloadingConnectorStats | None",
+}
+#: Of connectors, likewise.
+CONNECTOR_METHODS = {
+    "__init__": "vllm_config role kv_cache_config -> _empty",
+    "get_num_new_matched_tokens*": "request num_computed_tokens -> tuple[int | None, bool]",
+    "update_state_after_alloc*": "request blocks num_external_tokens -> _empty",
+    "build_connector_meta*": "scheduler_output -> KVConnectorMetadata",
+    "request_finished": "request block_ids -> tuple[bool, dict[str, typing.Any] | None]",
+    "register_kv_caches": "kv_caches -> _empty",
+    "bind_connector_metadata": "connector_metadata -> None",
+    "start_load_kv*": "forward_context kwargs -> None",
+    "wait_for_layer_load*": "layer_name -> None",
+    "save_kv_layer*": "layer_name kv_layer attn_metadata kwargs -> None",
+    "wait_for_save*": " -> _empty",
+    "get_finished": "finished_req_ids -> tuple[set[str] | None, set[str] | None]",
+    "get_block_ids_with_load_errors": " -> set[int]",
+    "shutdown": " -> _empty",
+}
+INTERFACES: list[tuple[type, type, dict[str, str]]] = [
+    (SecondaryTierManager, HalfmoonTier, METHODS),
+    (KVConnectorBase_V1, HalfmoonConnector, CONNECTOR_METHODS),
+]
+#: What the connector reads of vLLM's own objects, which have more.
+READ: dict[type, str] = {
+    SchedulerOutput: "num_scheduled_tokens scheduled_new_reqs scheduled_cached_reqs kv_connector_block_state",
+    KVConnectorBlockState: "resolve_block_ids",
+    NewRequestData: "req_id num_computed_tokens",
+    CachedRequestData: "req_ids num_computed_tokens",
+    KVTransferConfig: "kv_connector_extra_config kv_connector_module_path",
+    ParallelConfig: "tensor_parallel_size pipeline_parallel_size rank world_size",
 }
 FIELDS: dict[type, str] = {
     TransferJob: "job_id keys chunk_ids is_promotion req_context submit_time",
@@ -95,23 +135,10 @@ def shape(method: Any) -> str:
 
 
 def differences() -> list[str]:
-    found = []
-    for marked, expected in METHODS.items():
-        name = marked.rstrip("*")
-        method = getattr(SecondaryTierManager, name, None)
-        if method is None:
-            found.append(f"SecondaryTierManager.{name} is gone")
-            continue
-        if (there := shape(method)) != expected:
-            found.append(f"SecondaryTierManager.{name} is {there!r}, was {expected!r}")
-        if (name in SecondaryTierManager.__abstractmethods__) != marked.endswith("*"):
-            found.append(f"SecondaryTierManager.{name}: abstract or not has changed")
-        ours = inspect.signature(getattr(HalfmoonTier, name)).parameters
-        wants = [word for word in expected.split(" -> ")[0].split() if word]
-        if not set(wants) <= set(ours):
-            found.append(f"HalfmoonTier.{name} takes {list(ours)}, not {wants}")
-    more = SecondaryTierManager.__abstractmethods__ - {name.rstrip("*") for name in METHODS}
-    found += [f"SecondaryTierManager.{name} is new and abstract" for name in sorted(more)]
+    found = [fault for interface in INTERFACES for fault in of_interface(*interface)]
+    for kind, names in READ.items():
+        there = {field.name for field in dataclasses.fields(kind)}
+        found += [f"{kind.__name__}.{name} is gone" for name in names.split() if name not in there]
     for kind, fields in FIELDS.items():
         if (there := " ".join(field.name for field in dataclasses.fields(kind))) != fields:
             found.append(f"{kind.__name__} has {there!r}, had {fields!r}")
@@ -119,6 +146,26 @@ def differences() -> list[str]:
         if (there := " ".join(kind.__members__)) != members:  # type: ignore[attr-defined]
             found.append(f"{kind.__name__} has {there!r}, had {members!r}")
     return found
+
+
+def of_interface(theirs: type, ours: type, methods: dict[str, str]) -> list[str]:
+    found, abstract = [], getattr(theirs, "__abstractmethods__", frozenset())
+    for marked, expected in methods.items():
+        name = marked.rstrip("*")
+        method = getattr(theirs, name, None)
+        if method is None:
+            found.append(f"{theirs.__name__}.{name} is gone")
+            continue
+        if (there := shape(method)) != expected:
+            found.append(f"{theirs.__name__}.{name} is {there!r}, was {expected!r}")
+        if (name in abstract) != marked.endswith("*"):
+            found.append(f"{theirs.__name__}.{name}: abstract or not has changed")
+        taken = inspect.signature(getattr(ours, name)).parameters
+        wants = [word for word in expected.split(" -> ")[0].split() if word]
+        if not set(wants) <= set(taken):
+            found.append(f"{ours.__name__}.{name} takes {list(taken)}, not {wants}")
+    more = abstract - {name.rstrip("*") for name in methods}
+    return found + [f"{theirs.__name__}.{name} is new and abstract" for name in sorted(more)]
 
 
 class Spec(OffloadingSpec):

@@ -25,6 +25,7 @@ from halfmoon.schemas.events import DecodeFailed, DecodeRefused, RequestFinished
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import TransferFailed, TransferOpened
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.store.kv_arrival import KvArrival
 from halfmoon.workers import machines
 from halfmoon.workers.decode import events
 from halfmoon.workers.decode.actions import (
@@ -38,7 +39,6 @@ from halfmoon.workers.decode.actions import (
     SwapOut,
     Wake,
 )
-from halfmoon.workers.decode.kv_arrival import KvArrival
 from halfmoon.workers.decode.orders import Orders
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.machines import Report, TakeTokens

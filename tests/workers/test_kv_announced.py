@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from halfmoon.schemas.kv import KvReady, TransferOpened
+from halfmoon.store.kv_arrival import KvArrival
 from halfmoon.workers.decode.actions import CopyLayers
 from halfmoon.workers.decode.cache_copies import copy_in, copy_layers, copy_out
-from halfmoon.workers.decode.kv_arrival import KvArrival
 
 LAYERS = 3
 ORDER = {"order_id": "1-1", "request_id": "r1"}

@@ -15,7 +15,7 @@ from halfmoon.schemas.numbers import tbt_ns
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import Delivery, TakeReply, Timing
-from halfmoon.workers.decode.kv_arrival import KvArrival
+from halfmoon.store.kv_arrival import KvArrival
 from halfmoon.workers.model.sampling_params import SamplingParams
 from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.sample_requests import end_ids, params_of

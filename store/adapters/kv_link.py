@@ -1,0 +1,117 @@
+"""KvLink: how KV gets into and out of the pool of an engine's node: its store agent, and who wants KV or sends it.
+
+It stands in the cluster as a worker does: the agent knows it by its name, and so do the connectors of other engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from halfmoon.bus.connection import Bus
+from halfmoon.schemas import subjects
+from halfmoon.schemas.kv import KvMessage, WantKv
+from halfmoon.schemas.store import Done
+from halfmoon.schemas.tokens import ProcessError
+from halfmoon.schemas.types import Id
+from halfmoon.store.adapters.link import ClientLink, LinkOptions, WrongBlocks
+from halfmoon.store.adapters.pages import ALIGNED_BYTES
+from halfmoon.store.agent_client import AgentClient
+from halfmoon.store.errors import StoreError
+
+
+class KvOptions(LinkOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A connector's options. See docs/vllm.md."""
+
+    #: The connector's name in the cluster: no other engine's has it.
+    worker: Annotated[Id, msgspec.Meta(max_length=48)]
+    #: KV that was computed and that nobody has asked for is given up after this time.
+    kept_s: float = 30.0
+    #: The first KV of a prompt comes within this time, or the engine computes it: the queue of the other engine counts.
+    wait_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("kept_s", "wait_s"):
+            if not 0 < getattr(self, name) <= 3_600:
+                raise ValueError(f"{name}: {getattr(self, name)} is not in 0..3600")
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> KvOptions:
+        """Raises ValueError, naming the field."""
+        try:
+            return msgspec.convert(given, cls)
+        except msgspec.ValidationError as problem:
+            raise ValueError(f"configuration of the halfmoon connector: {problem}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """An engine's KV: `layers` of blocks, `layer_bytes` of each. `name`: equal where bytes mean the same."""
+
+    layers: int
+    layer_bytes: int
+    name: str
+
+    @property
+    def block_bytes(self) -> int:
+        """A block's length in the store, where each layer begins at a page."""
+        return self.layers * (-(-self.layer_bytes // ALIGNED_BYTES) * ALIGNED_BYTES)
+
+
+class KvDoor:
+    """The bus and the agent, while they are there."""
+
+    def __init__(self, bus: Bus, agent: AgentClient) -> None:
+        self.bus = bus
+        self.agent = agent
+
+
+class KvLink(ClientLink[KvDoor]):
+    """See the module. `on_want`, `on_kv` and `kept` (orders to keep alive) are called on the loop."""
+
+    def __init__(self, options: KvOptions, shape: KvShape, *, me: str) -> None:
+        """`me`: the name under which other connectors know it."""
+        super().__init__(options, block_bytes=shape.block_bytes)
+        self.options = options
+        self.shape = shape
+        self.me = me
+        self.on_want: Callable[[WantKv], None] | None = None
+        self.on_kv: Callable[[KvMessage], None] | None = None
+        self.kept: Callable[[], list[str]] = list
+
+    async def open(self, bus: Bus, stack: contextlib.AsyncExitStack) -> KvDoor:
+        agent = AgentClient(bus, node_id=self.options.node, worker_id=self.me)
+        stack.push_async_callback(agent.close)
+        await agent.attach()
+        layout, shape = agent.layout, self.shape
+        if (layout.layers, layout.block_bytes) != (shape.layers, shape.block_bytes):
+            raise WrongBlocks(
+                f"node: the store agent of {self.options.node} holds blocks of {layout.layers} layers and "
+                f"{layout.block_bytes} bytes, this engine's have {shape.layers} and {shape.block_bytes}: "
+                f"halfmoon store --node NAME --block-bytes {shape.block_bytes} --block-layers {shape.layers}"
+            )
+        agent.kept_too.append(lambda: self.kept())
+        # Not from the stream, which only a cluster's conductors make: where a message is lost the engine computes.
+        await bus.subscribe(subjects.kv_for(self.me), KvMessage, self._hear)
+        await bus.serve(subjects.want(self.me, "*"), WantKv, self._answer, author="worker_id")
+        return KvDoor(bus, agent)
+
+    def _hear(self, message: KvMessage) -> None:
+        if self.on_kv is not None:
+            self.on_kv(message)
+
+    def _answer(self, request: WantKv) -> Done | ProcessError:
+        try:
+            if request.layout != self.shape.name:
+                raise StoreError("layout: the KV of this engine is laid out in another way")
+            if self.on_want is None:
+                raise StoreError("worker_id: this engine sends no KV")
+            self.on_want(request)
+        except StoreError as problem:
+            return ProcessError(code=problem.code, message=str(problem))
+        return Done()
