@@ -73,8 +73,8 @@ def vllm(program: str, model: str, log: Path, *words: str, **environment: str) -
 
 
 def shared_memory(group: int) -> set[Path]:
-    """Files of shared memory that processes of a group have mapped, under whatever name they were made; not the pools of
-    store agents, which are others'.
+    """Files of shared memory that processes of a group have mapped, under whatever name they were made, but for the
+    pools of store agents: those are others'.
     """
     mapped: set[int] = set()
     for process in Path("/proc").iterdir():
