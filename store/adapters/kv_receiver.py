@@ -69,7 +69,9 @@ class KvReceiver:
     def __init__(self, link: KvLink, copy: Copy) -> None:
         self._link = link
         self._copy = copy
-        self._lock = threading.Lock()
+        #: Set when a load has ended.
+        self._news = threading.Event()
+        self._under_way = 0
         self._loads: dict[str, _Load] = {}
         self._ended: deque[Ended] = deque()
         link.on_kv = self._on_kv
@@ -79,8 +81,9 @@ class KvReceiver:
 
     def want(self, wanted: KvLoad) -> None:
         """Begins a load."""
+        self._under_way += 1
         if not self._link.spawn(self._load, wanted):
-            self._ended.append(Ended(wanted.request_id, False, wanted.block_ids))
+            self._end(wanted, loaded=False)
 
     def drop(self, request_id: str) -> None:
         """Nobody wants it any more: it ends soon."""
@@ -94,10 +97,17 @@ class KvReceiver:
 
     def ended(self) -> list[Ended]:
         """Loads that have ended since the last call."""
+        self._news.clear()
         found = []
         while self._ended:
             found.append(self._ended.popleft())
+        self._under_way -= len(found)
         return found
+
+    def rest(self, most_s: float) -> None:
+        """Where loads are under way: waits until one has ended, so long at most."""
+        if self._under_way:
+            self._news.wait(most_s)
 
     # --- the loop's thread ----------------------------------------------------------------------------------
 
@@ -131,11 +141,15 @@ class KvReceiver:
             self._link.say(f"order {wanted.order_id}: its KV did not come: {problem}")
         finally:
             self._loads.pop(wanted.order_id, None)
-            self._ended.append(Ended(wanted.request_id, loaded, wanted.block_ids))
+            self._end(wanted, loaded=loaded)
             if loaded:
                 self._link.count("prompts_received")
             if door is not None:
                 await door.agent.release(wanted.order_id)
+
+    def _end(self, wanted: KvLoad, *, loaded: bool) -> None:
+        self._ended.append(Ended(wanted.request_id, loaded, wanted.block_ids))
+        self._news.set()
 
     async def _ask(self, door: KvDoor, wanted: KvLoad) -> None:
         request = WantKv(

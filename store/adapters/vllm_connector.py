@@ -34,6 +34,9 @@ except ImportError as problem:
         f"{__name__} is for vLLM's own process: install halfmoon into the environment of a vLLM of 0.32 ({problem})"
     ) from problem
 
+#: An engine whose requests all wait for KV steps again and again. Such a step lasts so long, unless a load ends: else
+#: its two processes take a core each from whoever else is on the host, the engine that computes perhaps.
+EMPTY_STEP_S = 0.005
 #: Of `kv_transfer_params`: the order that names a prompt's KV, and the connector that has it.
 ORDER, SOURCE = "halfmoon_order", "halfmoon_worker"
 
@@ -223,6 +226,8 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._receiver.want(wanted._replace(order_id=names[0], source_id=names[1]))
         for request_id in step.aborted:
             self._receiver.drop(request_id)
+        if forward_context.attn_metadata is None and not (step.loads or step.aborted):
+            self._receiver.rest(EMPTY_STEP_S)
 
     def _ranked(self, name: str) -> str:
         """The name of an order or a connector: of several ranks each sends the KV of its own heads or layers."""
