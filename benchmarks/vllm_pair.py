@@ -13,7 +13,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 import uuid
 from pathlib import Path
 from typing import Any
@@ -21,39 +20,29 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.clusters import finish, parsed, parser, spread
-from tests.vllm.engines import HITS, MODEL, PROGRAM, START_S, asked, counted, told
+from benchmarks.vllm_tier import TOKENS, first_token, in_seconds, require_vllm
+from tests.vllm.engines import HITS, asked, counted, told
 from tests.vllm.pair import Pair, answer, running_pair, with_params
 
-TOKENS = 2000
 KINDS = ("alone", "after", "at_once")
-
-
-def first_token_s(request: urllib.request.Request) -> float:
-    """Seconds until the first line of a streamed answer; the rest is read too."""
-    began, first_s = time.monotonic(), 0.0
-    with urllib.request.urlopen(request, timeout=START_S) as lines:
-        for line in lines:
-            if line.startswith(b"data: {"):
-                first_s = first_s or time.monotonic() - began
-    return first_s
 
 
 def timed(pair: Pair, kind: str, prompt: list[int]) -> float:
     """Seconds from the request to its first token."""
     prefill, decode = pair.prefill.url, pair.decode.url
     if kind == "alone":
-        return first_token_s(asked(prefill, prompt, stream=True))
+        return first_token(asked(prefill, prompt, stream=True))[1]
     began = time.monotonic()
     if kind == "after":
         params = answer(prefill, prompt, {"do_remote_decode": True}, 1)["kv_transfer_params"]
         waited_s = time.monotonic() - began
-        return waited_s + first_token_s(with_params(decode, prompt, params, stream=True))
+        return waited_s + first_token(with_params(decode, prompt, params, stream=True))[1]
     order = uuid.uuid4().hex
     computes = {"do_remote_decode": True, "halfmoon_order": order}
     computing = threading.Thread(target=answer, args=(prefill, prompt, computes, 1))
     computing.start()
     answers = {"do_remote_prefill": True, "halfmoon_order": order, "halfmoon_worker": "prefill"}
-    found = first_token_s(with_params(decode, prompt, answers, stream=True))
+    _, found = first_token(with_params(decode, prompt, answers, stream=True))
     computing.join()
     return found
 
@@ -77,8 +66,7 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--turns", type=int, default=6)
     args = parsed(options, turns=1)
-    if not PROGRAM or not MODEL:
-        sys.exit("HALFMOON_VLLM and HALFMOON_VLLM_MODEL name no vLLM and no model")
+    require_vllm()
     with tempfile.TemporaryDirectory() as name, running_pair(Path(name)) as pair:
         for engine in (pair.prefill, pair.decode):
             told(engine.url, "Hello")
@@ -87,11 +75,7 @@ def main() -> None:
     more: dict[str, Any] = {
         f"{kind}_more_s": spread([row[kind] - row["alone"] for row in rows]) for kind in KINDS[1:]
     }
-    lines = [
-        f"{kind}: {each['p50']:.2f} ({each['min']:.2f} to {each['max']:.2f})"
-        for kind, each in (kinds | more).items()
-    ]
-    finish(args, {"turns": args.turns, "prompt_tokens": TOKENS, **kinds, **more}, lines)
+    finish(args, {"turns": args.turns, "prompt_tokens": TOKENS, **kinds, **more}, in_seconds(kinds | more))
 
 
 if __name__ == "__main__":

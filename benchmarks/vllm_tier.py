@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,28 @@ TOKENS, ROW_TOKENS = 2000, 32
 KEPT = TOKENS // ROW_TOKENS
 
 
-def first_token(url: str, prompt: list[int]) -> tuple[list[int], float]:
-    """The answer's tokens, and the seconds to the first of them."""
+def require_vllm() -> None:
+    """Ends the program where no vLLM is named."""
+    if not PROGRAM or not MODEL:
+        sys.exit("HALFMOON_VLLM and HALFMOON_VLLM_MODEL name no vLLM and no model")
+
+
+def first_token(request: urllib.request.Request) -> tuple[list[int], float]:
+    """The streamed answer's tokens, and the seconds to the first of them."""
     tokens: list[int] = []
     began, first_s = time.monotonic(), 0.0
-    with urllib.request.urlopen(asked(url, prompt, stream=True), timeout=START_S) as answer:
+    with urllib.request.urlopen(request, timeout=START_S) as answer:
         for line in answer:
             if line.startswith(b"data: {"):
                 first_s = first_s or time.monotonic() - began
                 for choice in json.loads(line[6:])["choices"]:
                     tokens += choice.get("token_ids") or []
     return tokens, first_s
+
+
+def in_seconds(kinds: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """A line for each kind, of its spread."""
+    return [f"{kind}: {one['p50']:.2f} ({one['min']:.2f} to {one['max']:.2f})" for kind, one in kinds.items()]
 
 
 def turns(url: str, count: int) -> Iterator[tuple[float, float]]:
@@ -63,12 +74,12 @@ def turns(url: str, count: int) -> Iterator[tuple[float, float]]:
     for turn in range(count + 1):
         prompt = [drawn.randrange(100, 40_000) for _ in range(TOKENS)]
         forget(url)
-        tokens, own_s = first_token(url, prompt)
+        tokens, own_s = first_token(asked(url, prompt, stream=True))
         stored(url, (turn + 1) * KEPT)
         if before:
             forget(url)
             hits = counted(url, HITS)
-            again, store_s = first_token(url, before)
+            again, store_s = first_token(asked(url, before, stream=True))
             hits = counted(url, HITS) - hits
             if again != said or hits != KEPT * ROW_TOKENS:
                 raise RuntimeError(f"{hits} tokens from the store, the same answer: {again == said}")
@@ -80,8 +91,7 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--turns", type=int, default=6)
     args = parsed(options, turns=1)
-    if not PROGRAM or not MODEL:
-        sys.exit("HALFMOON_VLLM and HALFMOON_VLLM_MODEL name no vLLM and no model")
+    require_vllm()
     with (
         tempfile.TemporaryDirectory() as name,
         store(Path(name), BLOCK_BYTES, 1200) as (nats, node),
@@ -93,11 +103,8 @@ def main() -> None:
         "own_prefill_s": spread([own for own, _ in pairs]),
         "from_store_s": spread([loaded for _, loaded in pairs]),
     }
-    lines = [
-        f"{kind}: {each['p50']:.2f} ({each['min']:.2f} to {each['max']:.2f})" for kind, each in kinds.items()
-    ]
     sizes = {"prompt_tokens": TOKENS, "stored_tokens": KEPT * ROW_TOKENS, "block_bytes": BLOCK_BYTES}
-    finish(args, {"turns": args.turns, **sizes, **kinds}, lines)
+    finish(args, {"turns": args.turns, **sizes, **kinds}, in_seconds(kinds))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,6 @@ class WantKv(Message, frozen=True):
     """An engine's connector asks the one that computes a prompt to push its KV, as it comes, into this node's pool."""
 
     order_id: Id
-    request_id: Id
     #: Who asks, and hears of the KV.
     worker_id: Id
     node_id: Id

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
 
@@ -27,6 +27,8 @@ from halfmoon.store.errors import StoreError
 class KvOptions(LinkOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A connector's options. See docs/vllm.md."""
 
+    title: ClassVar[str] = "connector"
+
     #: The connector's name in the cluster: no other engine's has it.
     worker: Annotated[Id, msgspec.Meta(max_length=48)]
     #: KV that was computed and that nobody has asked for is given up after this time.
@@ -39,14 +41,6 @@ class KvOptions(LinkOptions, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name in ("kept_s", "wait_s"):
             if not 0 < getattr(self, name) <= 3_600:
                 raise ValueError(f"{name}: {getattr(self, name)} is not in 0..3600")
-
-    @classmethod
-    def of(cls, given: dict[str, Any]) -> KvOptions:
-        """Raises ValueError, naming the field."""
-        try:
-            return msgspec.convert(given, cls)
-        except msgspec.ValidationError as problem:
-            raise ValueError(f"configuration of the halfmoon connector: {problem}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +57,22 @@ class KvShape:
         return self.layers * (-(-self.layer_bytes // ALIGNED_BYTES) * ALIGNED_BYTES)
 
 
-class KvDoor:
+class KvDoor(NamedTuple):
     """The bus and the agent, while they are there."""
 
-    def __init__(self, bus: Bus, agent: AgentClient) -> None:
-        self.bus = bus
-        self.agent = agent
+    bus: Bus
+    agent: AgentClient
 
 
 class KvLink(ClientLink[KvDoor]):
-    """See the module. `on_want`, `on_kv` and `kept` (orders to keep alive) are called on the loop."""
+    """See the module. Its sender and its receiver say what is called on the loop, before it starts."""
+
+    #: Somebody wants KV. Raises StoreError.
+    on_want: Callable[[WantKv], None]
+    #: Word of KV that comes here.
+    on_kv: Callable[[KvMessage], None]
+    #: Orders to keep alive.
+    kept: Callable[[], list[str]]
 
     def __init__(self, options: KvOptions, shape: KvShape, *, me: str) -> None:
         """`me`: the name under which other connectors know it."""
@@ -80,9 +80,6 @@ class KvLink(ClientLink[KvDoor]):
         self.options = options
         self.shape = shape
         self.me = me
-        self.on_want: Callable[[WantKv], None] | None = None
-        self.on_kv: Callable[[KvMessage], None] | None = None
-        self.kept: Callable[[], list[str]] = list
 
     async def open(self, bus: Bus, stack: contextlib.AsyncExitStack) -> KvDoor:
         agent = AgentClient(bus, node_id=self.options.node, worker_id=self.me)
@@ -95,22 +92,16 @@ class KvLink(ClientLink[KvDoor]):
                 f"{layout.block_bytes} bytes, this engine's have {shape.layers} and {shape.block_bytes}: "
                 f"halfmoon store --node NAME --block-bytes {shape.block_bytes} --block-layers {shape.layers}"
             )
-        agent.kept_too.append(lambda: self.kept())
+        agent.kept_too.append(self.kept)
         # Not from the stream, which only a cluster's conductors make: where a message is lost the engine computes.
-        await bus.subscribe(subjects.kv_for(self.me), KvMessage, self._hear)
+        await bus.subscribe(subjects.kv_for(self.me), KvMessage, self.on_kv)
         await bus.serve(subjects.want(self.me, "*"), WantKv, self._answer, author="worker_id")
         return KvDoor(bus, agent)
-
-    def _hear(self, message: KvMessage) -> None:
-        if self.on_kv is not None:
-            self.on_kv(message)
 
     def _answer(self, request: WantKv) -> Done | ProcessError:
         try:
             if request.layout != self.shape.name:
                 raise StoreError("layout: the KV of this engine is laid out in another way")
-            if self.on_want is None:
-                raise StoreError("worker_id: this engine sends no KV")
             self.on_want(request)
         except StoreError as problem:
             return ProcessError(code=problem.code, message=str(problem))

@@ -87,13 +87,7 @@ class KvReceiver:
 
     def drop(self, request_id: str) -> None:
         """Nobody wants it any more: it ends soon."""
-
-        async def dropped(_: None) -> None:
-            for load in self._loads.values():
-                if load.wanted.request_id == request_id:
-                    self._fail(load, "the request has ended")
-
-        self._link.spawn(dropped, None)
+        self._link.call(lambda: self._drop(request_id))
 
     def ended(self) -> list[Ended]:
         """Loads that have ended since the last call."""
@@ -122,39 +116,44 @@ class KvReceiver:
             case TransferFailed():
                 self._fail(load, message.reason)
 
+    def _drop(self, request_id: str) -> None:
+        for load in self._loads.values():
+            if load.wanted.request_id == request_id:
+                self._fail(load, "the request has ended")
+
     @staticmethod
     def _fail(load: _Load, reason: str) -> None:
         load.failure = load.failure or reason
         load.woken.set()
 
     async def _load(self, wanted: KvLoad) -> None:
+        door = self._link.usable()
+        if door is None or wanted.order_id in self._loads:
+            self._link.say(f"order {wanted.order_id}: the store is away, or another request has its KV")
+            self._end(wanted, loaded=False)
+            return
         load = _Load(wanted, KvArrival(self._link.shape.layers, away=wanted.first_block))
-        loaded, door = False, self._link.usable()
+        self._loads[wanted.order_id] = load
+        loaded = False
         try:
-            if door is not None:
-                self._loads[wanted.order_id] = load
-                await self._ask(door, wanted)
-                await self._bring(door, load)
-                loaded = True
+            await self._ask(door, wanted)
+            await self._bring(door, load)
+            loaded = True
         except FAILURES as problem:
-            self._link.count("prompts_failed")
             self._link.say(f"order {wanted.order_id}: its KV did not come: {problem}")
         finally:
-            self._loads.pop(wanted.order_id, None)
+            del self._loads[wanted.order_id]
             self._end(wanted, loaded=loaded)
-            if loaded:
-                self._link.count("prompts_received")
-            if door is not None:
-                await door.agent.release(wanted.order_id)
+            await door.agent.release(wanted.order_id)
 
     def _end(self, wanted: KvLoad, *, loaded: bool) -> None:
+        self._link.count("prompts_received" if loaded else "prompts_failed")
         self._ended.append(Ended(wanted.request_id, loaded, wanted.block_ids))
         self._news.set()
 
     async def _ask(self, door: KvDoor, wanted: KvLoad) -> None:
         request = WantKv(
             order_id=wanted.order_id,
-            request_id=wanted.order_id,
             worker_id=self._link.me,
             node_id=self._link.options.node,
             tokens=wanted.tokens,

@@ -15,9 +15,10 @@ import contextlib
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 import msgspec
 import xxhash
@@ -46,6 +47,9 @@ Peer = Annotated[str, msgspec.Meta(pattern=rf"{ID_PATTERN}|^\{ANY_NODE}$")]
 class LinkOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an engine reaches the store, by the names that its configuration gives them."""
 
+    #: Whose options these are, for errors.
+    title: ClassVar[str] = "link"
+
     #: Node of the store agent on this host.
     node: Id
     nats: str = "nats://127.0.0.1:4222"
@@ -69,6 +73,14 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if not 0 < getattr(self, name) <= 600:
                 raise ValueError(f"{name}: {getattr(self, name)} is not in 0..600")
 
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Self:
+        """Raises ValueError, naming the field."""
+        try:
+            return msgspec.convert(given, cls)
+        except msgspec.ValidationError as problem:
+            raise ValueError(f"configuration of the halfmoon {cls.title}: {problem}") from None
+
 
 class BlockKeys:
     """The store's keys of an engine's keys: equal where these, the tenant and the namespace are."""
@@ -88,7 +100,7 @@ class WrongBlocks(StoreError):
     """The node's agent holds blocks of another size: the engine's start ends with this."""
 
 
-class ClientLink(Generic[C]):
+class ClientLink(ABC, Generic[C]):
     """See the module. `C`: what is opened on the loop, once the store is there."""
 
     def __init__(self, options: LinkOptions, *, block_bytes: int) -> None:
@@ -123,6 +135,16 @@ class ClientLink(Generic[C]):
             self.close()
             raise ValueError(self._unusable)
 
+    def call(self, work: Callable[[], object]) -> bool:
+        """Has it called on the loop, soon, after all that was given before. False: the loop has ended."""
+        if self.loop is None or not self.alive:
+            return False
+        try:
+            self.loop.call_soon_threadsafe(work)
+        except RuntimeError:  # it was closed just now
+            return False
+        return True
+
     def spawn(self, work: Callable[[Any], Coroutine[Any, Any, None]], given: Any) -> bool:
         """Begins it on the loop. False: the loop has ended."""
 
@@ -131,13 +153,7 @@ class ClientLink(Generic[C]):
             self._tasks.add(task)
             task.add_done_callback(self._done)
 
-        if self.loop is None or not self.alive:
-            return False
-        try:
-            self.loop.call_soon_threadsafe(begin)
-        except RuntimeError:  # it was closed just now
-            return False
-        return True
+        return self.call(begin)
 
     def ask(self, work: Callable[[C], Coroutine[Any, Any, T]], *, within_s: float) -> T | None:
         """The result of `work`, from any thread; None where the store is away, fails, or takes longer."""
@@ -182,9 +198,9 @@ class ClientLink(Generic[C]):
 
     # --- the loop's thread ----------------------------------------------------------------------------------
 
+    @abstractmethod
     async def open(self, bus: Bus, stack: contextlib.AsyncExitStack) -> C:
         """Opens what is used on the loop; the stack closes it. Raises WrongBlocks, StoreError, BusError."""
-        raise NotImplementedError
 
     def usable(self) -> C | None:
         """None: it is away, or rests."""

@@ -16,9 +16,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -37,6 +36,8 @@ JOBS_AT_ONCE = 2
 class TierOptions(LinkOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tier's options. See docs/vllm.md."""
 
+    title: ClassVar[str] = "tier"
+
     #: The engine computes a block's tokens in this time: a store that takes longer is not asked. 0: it is always asked.
     block_compute_s: float = 0.0
 
@@ -44,14 +45,6 @@ class TierOptions(LinkOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         super().__post_init__()
         if not 0 <= self.block_compute_s <= 600:
             raise ValueError(f"block_compute_s: {self.block_compute_s} is not in 0..600")
-
-    @classmethod
-    def of(cls, given: dict[str, Any]) -> TierOptions:
-        """Raises ValueError, naming the field."""
-        try:
-            return msgspec.convert(given, cls)
-        except msgspec.ValidationError as problem:
-            raise ValueError(f"configuration of the halfmoon tier: {problem}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ each change of another release. Mooncake (2407.00079), section 5.2 (layer-wise p
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import xxhash
 
 from halfmoon.store.adapters.kv_link import KvLink, KvOptions, KvShape
 from halfmoon.store.adapters.kv_receiver import Bytes, KvLoad, KvReceiver
-from halfmoon.store.adapters.kv_sender import KvSender, Sent
+from halfmoon.store.adapters.kv_sender import KvSender, Sent, SentOrder
 
 try:
     import vllm
@@ -39,14 +40,23 @@ except ImportError as problem:
 EMPTY_STEP_S = 0.005
 #: Of `kv_transfer_params`: the order that names a prompt's KV, and the connector that has it.
 ORDER, SOURCE = "halfmoon_order", "halfmoon_worker"
+#: A rank may follow it.
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def fields_of(config: Any, caches: dict[str, torch.Tensor]) -> dict[str, Any]:
+def name_in(params: dict[str, Any], key: str) -> str:
+    """A client chose it. "": there is none that an order or a connector may have."""
+    value = params.get(key)
+    return value if isinstance(value, str) and NAME.fullmatch(value) else ""
+
+
+def fields_of(config: Any, caches: dict[str, torch.Tensor], weight_version: str) -> dict[str, Any]:
     """All that a block's bytes depend on beside its tokens. vLLM's release is among it: it may lay out KV anew."""
     parallel, cache = config.parallel_config, next(iter(caches.values()))
     return {
         "engine": f"vllm {vllm.__version__}",
         "model": config.model_config.model,
+        "weight_version": weight_version,
         "dtype": str(cache.dtype),
         "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.rank],
         "block_tokens": config.cache_config.block_size,
@@ -112,13 +122,14 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._link: KvLink | None = None
         self._rows: list[torch.Tensor] = []
         self._layers: dict[str, int] = {}
+        self._orders: dict[str, SentOrder] = {}
         self._failed: set[int] = set()
 
     # --- the scheduler's process ----------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         params = request.kv_transfer_params or {}
-        named = params.get("do_remote_prefill") and params.get(ORDER) and params.get(SOURCE)
+        named = params.get("do_remote_prefill") and name_in(params, ORDER) and name_in(params, SOURCE)
         if not named or request.request_id in self._asked:
             return 0, False
         missing = request.num_prompt_tokens - num_computed_tokens
@@ -127,17 +138,17 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         params, request_id = request.kv_transfer_params or {}, request.request_id
         if params.get("do_remote_decode") and request_id not in self._sending:
-            order_id = str(params.get(ORDER) or uuid.uuid4().hex)
-            self._sending[request_id] = _Sending(order_id, request)
+            order_id = name_in(params, ORDER) or uuid.uuid4().hex
+            # Two prompts of one name would go into the same slots.
+            if not self._is_sent(order_id):
+                self._sending[request_id] = _Sending(order_id, request)
         if not num_external_tokens or request_id in self._asked:
             return
         self._asked.add(request_id)
         tokens = request.num_prompt_tokens
         first = (tokens - num_external_tokens) // self._block_tokens
         ids = blocks.get_block_ids()[0][first : self._blocks(tokens)]
-        self._step.loads.append(
-            KvLoad(request_id, params[ORDER], f"{params[SOURCE]}", tokens, first, list(ids))
-        )
+        self._step.loads.append(KvLoad(request_id, params[ORDER], params[SOURCE], tokens, first, list(ids)))
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         step, self._step = self._step, Step()
@@ -165,7 +176,7 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if not sending.begun:
             # Without prefix caching blocks have no names of their own: they go to the asker, and into no store.
             keys = [bytes(key) for key in request.block_hashes[: tokens // self._block_tokens]]
-            sent = Sent(sending.order_id, request.request_id, tokens, self._blocks(tokens), keys)
+            sent = Sent(sending.order_id, tokens, self._blocks(tokens), keys)
         sending.begun, sending.next_block = True, end
         return SendPart(sending.order_id, first, list(block_ids[first:end]), last, sent)
 
@@ -177,6 +188,11 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._step.aborted.append(request_id)
         sending = self._sending.pop(request_id, None)
         if sending is None:
+            params = request.kv_transfer_params or {}
+            order_id = name_in(params, ORDER) if params.get("do_remote_decode") else ""
+            if order_id and not self._is_sent(order_id):
+                # It ended before it was scheduled, and its KV may be waited for.
+                self._step.dropped.append(order_id)
             return False, None
         if sending.next_block < self._blocks(request.num_prompt_tokens):
             self._step.dropped.append(sending.order_id)
@@ -187,6 +203,9 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
             ORDER: sending.order_id,
             SOURCE: self._options.worker,
         }
+
+    def _is_sent(self, order_id: str) -> bool:
+        return any(sending.order_id == order_id for sending in self._sending.values())
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)
@@ -199,13 +218,14 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         sizes = {each.shape[1] for each in rows.values()}
         if len(sizes) > 1:
             raise ValueError(f"KV: layers of several sizes, {sorted(sizes)} bytes a block")
-        fields = json.dumps(fields_of(self._config, kv_caches), sort_keys=True).encode()
+        fields = json.dumps(
+            fields_of(self._config, kv_caches, self._options.weight_version), sort_keys=True
+        ).encode()
         shape = KvShape(layers=len(rows), layer_bytes=sizes.pop(), name=xxhash.xxh3_128_hexdigest(fields))
         self._rows = list(rows.values())
         self._layers = {name: layer for layer, name in enumerate(rows)}
         self._link = KvLink(self._options, shape, me=self._ranked(self._options.worker))
-        version = self._options.weight_version.encode()
-        self._sender = KvSender(self._link, namespace=fields + version)
+        self._sender = KvSender(self._link, namespace=fields)
         self._receiver = KvReceiver(self._link, self._copy_in)
         self._link.start()
 
@@ -215,7 +235,9 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return
         for part in connector_metadata.sends:
             if part.sent is not None:
-                self._sender.begin(part.sent._replace(order_id=self._ranked(part.order_id)))
+                order = self._sender.begin(part.sent._replace(order_id=self._ranked(part.order_id)))
+                if order is not None:
+                    self._orders[part.order_id] = order
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step: Step = self._get_connector_metadata()
@@ -245,12 +267,12 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         step: Step = self._get_connector_metadata()
         rows = self._rows[layer]
         for part in step.sends:
+            if (order := self._orders.get(part.order_id)) is not None:
 
-            def fill(block: int, slot: Bytes, part: SendPart = part) -> None:
-                torch.from_numpy(slot).copy_(rows[part.block_ids[block - part.first_block]])
+                def fill(block: int, slot: Bytes, part: SendPart = part) -> None:
+                    torch.from_numpy(slot).copy_(rows[part.block_ids[block - part.first_block]])
 
-            order_id = self._ranked(part.order_id)
-            self._sender.write(order_id, layer, part.first_block, len(part.block_ids), fill)
+                self._sender.write(order, layer, part.first_block, len(part.block_ids), fill)
 
     def wait_for_save(self) -> None:
         """All is in the node's pool by now: `save_kv_layer` copies. So no block of the engine is kept for it."""
@@ -258,10 +280,13 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._link is None:
             return
         for part in step.sends:
-            if part.last:
-                self._sender.end(self._ranked(part.order_id))
+            if part.last and (order := self._orders.pop(part.order_id, None)) is not None:
+                self._sender.end(order)
         for order_id in step.dropped:
-            self._sender.drop(self._ranked(order_id), "the request has ended")
+            if (order := self._orders.pop(order_id, None)) is not None:
+                self._sender.drop(order, "the request has ended")
+            else:
+                self._sender.refuse(self._ranked(order_id), "the request has ended")
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._link is None:

@@ -1,6 +1,7 @@
-"""Stands where vLLM's classes of a tier would: those that `HalfmoonTier` names, with the fields that it uses.
+"""Stands where vLLM's classes of a tier and of a connector would: those that `HalfmoonTier` and `HalfmoonConnector`
+name, with the fields that they use.
 
-`tests/vllm/tier_contract.py` compares the real ones with what the tier was written for.
+`tests/vllm/tier_contract.py` compares the real ones with what the two were written for.
 """
 
 from __future__ import annotations
@@ -81,11 +82,30 @@ class SecondaryTierManager(ABC):
     def drain_jobs(self) -> None: ...
 
 
+class KVConnectorMetadata:
+    pass
+
+
+class KVConnectorBase_V1:
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self._kv_transfer_config = vllm_config.kv_transfer_config
+        self.metadata: Any = None
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        self.metadata = connector_metadata
+
+    def _get_connector_metadata(self) -> Any:
+        return self.metadata
+
+
 BASE = "vllm.v1.kv_offload"
 MODULES: dict[str, dict[str, Any]] = {
     "vllm": {"__version__": "0.32.0"},
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": {
         "OffloadingConnectorStats": OffloadingConnectorStats
+    },
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+        "KVConnectorBase_V1": KVConnectorBase_V1, "KVConnectorMetadata": KVConnectorMetadata,
     },
     f"{BASE}.base": {
         "Locality": Locality, "LookupResult": LookupResult, "OffloadingCounterMetadata": OffloadingCounterMetadata,
@@ -99,9 +119,8 @@ MODULES: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def installed() -> Iterator[ModuleType]:
+def installed(adapter: str = "halfmoon.store.adapters.vllm_tier") -> Iterator[ModuleType]:
     """The adapter's module, imported over these classes; neither is there afterwards."""
-    adapter = "halfmoon.store.adapters.vllm_tier"
     paths = {".".join(path.split(".")[:depth]) for path in MODULES for depth in range(1, path.count(".") + 2)}
     before = {name: sys.modules.pop(name, None) for name in (*paths, adapter)}
     sys.modules.update({name: ModuleType(name) for name in paths})

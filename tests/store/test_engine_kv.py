@@ -14,7 +14,7 @@ from store_harness import PATIENT, Cluster, cluster, until
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.adapters.kv_link import KvLink, KvOptions, KvShape
 from halfmoon.store.adapters.kv_receiver import Ended, KvLoad, KvReceiver
-from halfmoon.store.adapters.kv_sender import KvSender, Sent
+from halfmoon.store.adapters.kv_sender import KvSender, Sent, SentOrder
 from tests.eventually import BOUND_S
 
 LAYERS, BLOCKS = 3, 8
@@ -29,6 +29,7 @@ class Engine:
     def __init__(self, link: KvLink) -> None:
         self.kv = np.zeros((LAYERS, BLOCKS, SHAPE.layer_bytes), np.uint8)
         self.copied = 0
+        self.orders: dict[str, SentOrder] = {}
         self.link = link
         self.sender = KvSender(link, namespace=b"engine")
         self.receiver = KvReceiver(link, self._copy)
@@ -38,8 +39,10 @@ class Engine:
         self.copied += 1
 
     async def begin(self, order_id: str, *, tokens: int = TOKENS, keys: Sequence[bytes] = ()) -> bool:
-        sent = Sent(order_id, order_id, tokens, 4, keys)
-        return await asyncio.to_thread(self.sender.begin, sent)
+        order = await asyncio.to_thread(self.sender.begin, Sent(order_id, tokens, 4, keys))
+        if order is not None:
+            self.orders[order_id] = order
+        return order is not None
 
     def compute(self, order_id: str, layer: int, first: int = 0, blocks: int = 4) -> None:
         """A layer of blocks of the prompt, which lie in the engine's last ones."""
@@ -47,7 +50,13 @@ class Engine:
         def fill(block: int, slot: np.ndarray) -> None:
             slot[:] = self.kv[layer, BLOCKS - 1 - block]
 
-        self.sender.write(order_id, layer, first, blocks, fill)
+        self.sender.write(self.orders[order_id], layer, first, blocks, fill)
+
+    def end(self, order_id: str) -> None:
+        self.sender.end(self.orders[order_id])
+
+    def drop(self, order_id: str, reason: str) -> None:
+        self.sender.drop(self.orders[order_id], reason)
 
     def want(self, order_id: str, source: str = "p", *, first: int = 0, tokens: int = TOKENS) -> None:
         """Into its blocks 2, 3, ..., but those that it has already."""
@@ -109,7 +118,7 @@ def test_the_kv_of_a_prompt_comes_layer_by_layer_whichever_engine_is_asked_first
             p.compute("early", 2, 0, 2)
             for layer in range(LAYERS):
                 p.compute("early", layer, 2, 2)
-            p.sender.end("early")
+            p.end("early")
             assert await d.ended() == Ended("request of early", True, [2, 3, 4, 5])
             assert same(p, d)
 
@@ -118,7 +127,7 @@ def test_the_kv_of_a_prompt_comes_layer_by_layer_whichever_engine_is_asked_first
             assert await p.begin("late", keys=WHOLE)
             for layer in range(LAYERS):
                 p.compute("late", layer)
-            p.sender.end("late")
+            p.end("late")
             d.want("late", first=1)
             assert (await d.ended()).loaded
             assert same(p, d, 1)
@@ -131,9 +140,9 @@ def test_the_kv_of_a_prompt_comes_layer_by_layer_whichever_engine_is_asked_first
             assert await p.begin("unwanted", keys=others)
             for layer in range(LAYERS):
                 p.compute("unwanted", layer)
-            p.sender.end("unwanted")
+            p.end("unwanted")
             await until(lambda: here.agents["p"].context.guard.counts().committed == 6)
-            p.sender.drop("unwanted", "nobody wants it")
+            p.drop("unwanted", "nobody wants it")
             assert await moved(p, d, "known", others) == 4 * SHAPE.block_bytes
 
     asyncio.run(story())
@@ -141,14 +150,14 @@ def test_the_kv_of_a_prompt_comes_layer_by_layer_whichever_engine_is_asked_first
 
 async def moved(p: Engine, d: Engine, order_id: str, keys: Sequence[bytes]) -> int:
     """Bytes of a prompt's KV that moved; it came whole."""
-    await until(lambda: not p.sender._orders)
+    await until(lambda: all(not order.ended for order in p.sender._orders.values()))
     p.link.counts()
     d.kv[:] = 0
     assert await p.begin(order_id, keys=keys)
     d.want(order_id)
     for layer in range(LAYERS):
         p.compute(order_id, layer)
-    p.sender.end(order_id)
+    p.end(order_id)
     assert (await d.ended()).loaded
     assert same(p, d)
     counts = p.link.counts()
@@ -171,14 +180,14 @@ async def refused_or_cut_off(url: str) -> None:
         assert await p.begin("three")
         assert not (await d.ended()).loaded
         # The prompt is not computed to its end: before it is asked for, and while it comes.
-        p.sender.drop("two", "the request has ended")
+        p.drop("two", "the request has ended")
         await until(lambda: "two" in p.sender._gone)
         await refused("two")
         d.want("four")
         assert await p.begin("four")
         p.compute("four", 0)
         await until(lambda: d.kv[0].any())
-        p.sender.drop("four", "the request has ended")
+        p.drop("four", "the request has ended")
         assert not (await d.ended()).loaded
         # Nobody wants it any more.
         d.want("five")
@@ -186,8 +195,8 @@ async def refused_or_cut_off(url: str) -> None:
         p.compute("five", 0)
         d.receiver.drop("request of five")
         assert not (await d.ended()).loaded
-        p.sender.drop("three", "the test ends")
-        p.sender.drop("five", "the test ends")
+        p.drop("three", "the test ends")
+        p.drop("five", "the test ends")
 
         def free() -> bool:
             counts = [one.context.guard.counts() for one in here.agents.values()]
@@ -210,7 +219,7 @@ async def given_up(url: str) -> None:
         assert await p.begin("unwanted", keys=WHOLE)
         for layer in range(LAYERS):
             p.compute("unwanted", layer)
-        p.sender.end("unwanted")
+        p.end("unwanted")
         await until(lambda: here.agents["p"].context.guard.counts().holds == 0)
         # Of what was computed the blocks with keys stay.
         assert here.agents["p"].context.guard.counts().committed == len(WHOLE)
@@ -222,14 +231,44 @@ async def without_an_agent(url: str) -> None:
     async with pair(url, lookup_s=1.0) as (here, p, d):
         await here.agents["p"].stop()
         assert not await p.begin("one")
-        p.compute("one", 0)
-        p.sender.end("one")
         d.want("one")
         assert not (await d.ended()).loaded
 
 
+async def no_room(url: str) -> None:
+    """A full pool is no store that is away: the next prompt for which there is room is sent."""
+    async with pair(url) as (_, p, d):
+        for number in range(8):
+            assert await p.begin(f"{number}")
+        d.want("more")
+        assert not await p.begin("more")
+        assert not (await d.ended()).loaded
+        p.drop("0", "the test needs its slots")
+        await until(lambda: len(p.sender._orders) == 7)
+        assert await moved(p, d, "last", WHOLE) == 4 * SHAPE.block_bytes
+
+
+async def one_name_twice(url: str) -> None:
+    """A name is one prompt's, and its KV goes to one engine."""
+    async with pair(url) as (here, p, d):
+        d.want("one")
+        assert await p.begin("one")
+        assert not await p.begin("one")
+        await until(lambda: p.sender._orders["one"].want is not None)
+        async with engine(here, "d", worker="e") as other:
+            other.want("one")
+            assert not (await other.ended()).loaded
+        d.want("one")
+        assert not (await d.ended()).loaded
+        for layer in range(LAYERS):
+            p.compute("one", layer)
+        p.end("one")
+        assert (await d.ended()).loaded
+        assert same(p, d)
+
+
 def test_kv_that_does_not_come_ends_the_load_and_leaves_no_slot_behind(nats_url: str) -> None:
-    for story in (refused_or_cut_off, given_up, without_an_agent):
+    for story in (refused_or_cut_off, given_up, without_an_agent, no_room, one_name_twice):
         asyncio.run(story(nats_url))
 
 

@@ -31,15 +31,15 @@ class Pair:
 
 
 @contextlib.contextmanager
-def running_pair(place: Path) -> Iterator[Pair]:
-    """Up and healthy; ended afterwards."""
+def running_pair(place: Path, *words: str) -> Iterator[Pair]:
+    """Up and healthy, each with these words for vLLM too; ended afterwards."""
     server, cluster = EmbeddedServer.start(place / "nats"), cluster_name()
     with contextlib.ExitStack() as stack:
         stack.callback(server.stop)
         agents, engines = {}, {}
         for core, name in enumerate(("prefill", "decode")):
-            words = ["--block-layers", f"{LAYERS}", "--transport", "tcp"]
-            agents[name] = agent(server.url, cluster, name, BLOCK_BYTES, 256, *words)
+            layers = ["--block-layers", f"{LAYERS}", "--transport", "tcp"]
+            agents[name] = agent(server.url, cluster, name, BLOCK_BYTES, 256, *layers)
             stack.callback(agents[name].wait, BOUND_S)
             stack.callback(agents[name].send_signal, signal.SIGTERM)
             transfer = {
@@ -48,7 +48,7 @@ def running_pair(place: Path) -> Iterator[Pair]:
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"nats": server.url, "node": name, "worker": name, "wait_s": START_S},
             }  # fmt: skip
-            more = ["--kv-transfer-config", json.dumps(transfer), "--num-gpu-blocks-override", "128"]
+            more = ["--kv-transfer-config", json.dumps(transfer), "--num-gpu-blocks-override", "128", *words]
             links = f"{ROOT / '.links'}"
             engines[name] = stack.enter_context(
                 real_engine(place / f"{name}.log", core, *more, PYTHONPATH=links)

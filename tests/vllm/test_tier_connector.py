@@ -25,14 +25,15 @@ from tests.cluster.harness import PATIENT, running
 from tests.eventually import BOUND_S, eventually, eventually_here
 from tests.vllm.engines import HITS, START_S, RealEngine, counted, no_model, told
 from tests.vllm.pair import Pair, answer, running_pair
-from tests.vllm.test_fleet import prompts
+from tests.vllm.test_fleet import THEIRS, prompts
 
 pytestmark = [no_model, pytest.mark.slow, pytest.mark.timeout(3_600)]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with running_pair(tmp_path_factory.mktemp("pair")) as one:
+    # A prompt takes several steps.
+    with running_pair(tmp_path_factory.mktemp("pair"), "--max-num-batched-tokens", "256") as one:
         yield one
 
 
@@ -60,6 +61,14 @@ def test_one_vllm_answers_with_the_kv_of_the_other_whichever_is_asked_first(pair
         print(f"{len(ids)} tokens: {external:.0f} of them came, by the engine's own count")
         assert external == len(ids)
         assert said["choices"][0]["token_ids"] == told(pair.prefill.url, ids)
+
+    # Each engine has the beginning already, in its own whole blocks: the rest comes.
+    longer = [*ids, *range(100, 200)]
+    before = loaded(pair.decode)
+    first = answer(pair.prefill.url, longer, {"do_remote_decode": True}, 1)
+    said = answer(pair.decode.url, longer, first["kv_transfer_params"])
+    assert loaded(pair.decode) - before == len(longer) - len(ids) // THEIRS * THEIRS
+    assert said["choices"][0]["token_ids"] == told(pair.prefill.url, longer)
 
     # The engine that answers is asked first.
     ids = [(7 * i) % 5000 + 100 for i in range(700)]
