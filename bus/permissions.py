@@ -25,7 +25,8 @@ from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, ProcessRole, WorkerRole
 
 #: "supervisor": `halfmoon up`, which reports the deaths of the processes that it started.
 #: "tenant": a client of one tenant, which its subjects name; "client" may ask for any tenant.
-Role = ProcessRole | Literal["operator", "client", "tenant", "supervisor"]
+#: "engine": another's engine, with the store under it, and with prompts' KV from other engines.
+Role = ProcessRole | Literal["operator", "client", "tenant", "supervisor", "engine"]
 
 #: Those of a cluster's processes stand in their roles' records; here are those that are no process of it.
 RIGHTS: dict[Role, Rights] = {
@@ -56,6 +57,18 @@ RIGHTS: dict[Role, Rights] = {
         ),
         hear=(rights.INBOX,),
     ),
+    "engine": Rights(
+        publish=(
+            *rights.asks(NODE, rights.ASKED_BY_ENGINES),
+            *rights.asks("*", ("probe",)),
+            subjects.locate(),
+            subjects.want("*", ME),
+            subjects.kv("*", "TransferFailed", ME),
+            *rights.PLACES,
+            rights.ANSWERS,
+        ),
+        hear=(rights.INBOX, subjects.kv_for(ME), subjects.want(ME, "*")),
+    ),
 }
 
 
@@ -73,7 +86,7 @@ class Identity:
     public_key: str = ""
     #: Roles that a worker may take too: it has the rights of all of them.
     also: tuple[WorkerRole, ...] = ()
-    #: Of a store agent: the role of its node's worker.
+    #: Of a store agent in its worker's container: the worker's role.
     beside: WorkerRole | None = None
 
     @property
@@ -107,17 +120,25 @@ def cluster_identities(
     workers: Mapping[WorkerRole, int],
     tenants: Sequence[str] = (),
     elastic: bool = False,
+    adapters: int = 0,
     engines: int = 0,
 ) -> list[Identity]:
     """Every process of a cluster with these counts, an operator, a client, and a client of each tenant.
 
-    `elastic`: a prefill worker may become a decode worker, and the reverse. `engines`: count of adapted engines.
+    `elastic`: a prefill worker may become a decode worker, and the reverse. `engines`: those that use a store, each
+    with a store agent.
     """
     found = [Identity(role="operator", name=subjects.OPERATOR), Identity(role="client", name="client")]
     found += [Identity(role="tenant", name=f"tenant-{tenant}", tenant=tenant) for tenant in tenants]
     found += [Identity(role="conductor", name=f"conductor-{n}") for n in range(conductors)]
     found += [Identity(role="frontend", name=f"frontend-{n}") for n in range(frontends)]
-    found += [Identity(role="adapt", name=f"vllm-{n}", node_id=f"vllm-{n}") for n in range(engines)]
+    found += [Identity(role="adapt", name=f"vllm-{n}", node_id=f"vllm-{n}") for n in range(adapters)]
+    for n in range(engines):
+        node = f"engine-{n}"
+        found += [
+            Identity(role="engine", name=node, node_id=node),
+            Identity(role="store", name=f"store-{node}", node_id=node),
+        ]
     for role, count in workers.items():
         for n in range(count):
             node = f"{role}-{n}"

@@ -58,6 +58,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     for role in WORKER_ROLES:
         parser.add_argument(f"--{role}", type=int, default=8 if ROLES[role].nodes else 0)
     parser.add_argument("--adapt", type=int, default=0, help="adapters of engines: vllm-0 and on")
+    parser.add_argument(
+        "--engines", type=int, default=0, help="engines that use a store: engine-0 and on, each with an agent"
+    )
     add_options(parser, PoolOptions, only=("elastic",))
     parser.add_argument(
         "--tenants", default="", metavar="NAMES", help="a client's credentials for each, by commas"
@@ -71,8 +74,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
-    least: dict[str, int] = {role: ROLES[role].nodes_min for role in WORKER_ROLES} | {"adapt": 0}
-    for option in ("conductors", "frontends", *WORKER_ROLES, "adapt", "log_gib_max"):
+    least: dict[str, int] = {role: ROLES[role].nodes_min for role in WORKER_ROLES} | {
+        "adapt": 0,
+        "engines": 0,
+    }
+    for option in ("conductors", "frontends", *WORKER_ROLES, "adapt", "engines", "log_gib_max"):
         if getattr(args, option) < least.get(option, 1):
             raise OptionInvalid(f"--{option.replace('_', '-')}: at least {least.get(option, 1)}")
     await asyncio.to_thread(make, args)
@@ -130,7 +136,8 @@ def _wanted(args: argparse.Namespace) -> list[Identity]:
         workers=workers,
         tenants=_tenants(args),
         elastic=args.elastic != "off",
-        engines=args.adapt,
+        adapters=args.adapt,
+        engines=args.engines,
     )
 
 
@@ -144,7 +151,9 @@ def _tenants(args: argparse.Namespace) -> list[str]:
 
 
 def _folder(identity: Identity) -> str:
-    """A node's store agent and worker are in one container; each tenant sees its own credentials only."""
+    """A node's store agent and worker are in one container; an engine is not with its node's agent, which has the
+    cluster's secret. Each tenant sees its own credentials only.
+    """
     if identity.role == "tenant":
         return identity.name
     return identity.beside or identity.role

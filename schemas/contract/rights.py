@@ -97,8 +97,9 @@ ASKED_BY_PAIR = (
 )
 #: Through the pool of its node an attention worker brings blocks into its cache, and nothing out of it.
 ASKED_BY_HOLDERS = ("attach", "open_put", "fetch", "release", "status", "keep")
-#: By programs that use a store as their own cache: none of them is in a cluster of containers, so nobody may.
+#: By programs that use a store as their own cache. Engines need the first two; no other program has credentials.
 ASKED_BY_PROGRAMS = ("probe", "take", "remove", "pin")
+ASKED_BY_ENGINES = (*ASKED_BY_PAIR, "probe", "take")
 ASKED_BY_STORES = (
     "hello",
     "lease",

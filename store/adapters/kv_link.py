@@ -17,11 +17,14 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.kv import KvMessage, WantKv
 from halfmoon.schemas.store import Done
 from halfmoon.schemas.tokens import ProcessError
-from halfmoon.schemas.types import Id
+from halfmoon.schemas.types import ID_PATTERN
 from halfmoon.store.adapters.link import ClientLink, LinkOptions, WrongBlocks
 from halfmoon.store.adapters.pages import ALIGNED_BYTES
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import StoreError
+
+#: Of a connector's name. That of an order, and a rank's number behind either, are not much longer.
+NAME_LETTERS_MAX = 48
 
 
 class KvOptions(LinkOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,15 +32,23 @@ class KvOptions(LinkOptions, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     title: ClassVar[str] = "connector"
 
-    #: The connector's name in the cluster: no other engine's has it.
-    worker: Annotated[Id, msgspec.Meta(max_length=48)]
+    #: The connector's name in the cluster, which no other engine's has; "": its node's.
+    worker: Annotated[str, msgspec.Meta(max_length=NAME_LETTERS_MAX, pattern=rf"{ID_PATTERN}|^$")] = ""
     #: KV that was computed and that nobody has asked for is given up after this time.
     kept_s: float = 30.0
     #: The first KV of a prompt comes within this time, or the engine computes it: the queue of the other engine counts.
     wait_s: float = 120.0
 
+    @property
+    def name(self) -> str:
+        return self.worker or self.node
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if len(self.name) > NAME_LETTERS_MAX:
+            raise ValueError(
+                f"worker: give a name of at most {NAME_LETTERS_MAX} letters, the node's has more"
+            )
         for name in ("kept_s", "wait_s"):
             if not 0 < getattr(self, name) <= 3_600:
                 raise ValueError(f"{name}: {getattr(self, name)} is not in 0..3600")
@@ -76,10 +87,9 @@ class KvLink(ClientLink[KvDoor]):
 
     def __init__(self, options: KvOptions, shape: KvShape, *, me: str) -> None:
         """`me`: the name under which other connectors know it."""
-        super().__init__(options, block_bytes=shape.block_bytes)
+        super().__init__(options, block_bytes=shape.block_bytes, me=me)
         self.options = options
         self.shape = shape
-        self.me = me
 
     async def open(self, bus: Bus, stack: contextlib.AsyncExitStack) -> KvDoor:
         agent = AgentClient(bus, node_id=self.options.node, worker_id=self.me)

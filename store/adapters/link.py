@@ -27,11 +27,14 @@ from nats.errors import Error as NatsError
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
+from halfmoon.bus.streams import StreamLimits
 from halfmoon.schemas.types import ID_PATTERN, Id
 from halfmoon.store.client import ANY_NODE, StoreClient
 from halfmoon.store.errors import StoreError
 
 REST_S = 1.0
+#: A server is waited for so long, before it is tried again.
+FOUND_S = 2.0
 #: Most bytes of one exchange with the store.
 BATCH_BYTES = 64 << 20
 #: Errors that an exchange with the store may raise.
@@ -103,9 +106,10 @@ class WrongBlocks(StoreError):
 class ClientLink(ABC, Generic[C]):
     """See the module. `C`: what is opened on the loop, once the store is there."""
 
-    def __init__(self, options: LinkOptions, *, block_bytes: int) -> None:
-        """`block_bytes`: of the engine's blocks."""
+    def __init__(self, options: LinkOptions, *, block_bytes: int, me: str = "") -> None:
+        """`block_bytes`: of the engine's blocks. `me`: the engine's name in the cluster, else its node's."""
         self._options = options
+        self.me = me or options.node
         self._block_bytes = block_bytes
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -240,7 +244,7 @@ class ClientLink(ABC, Generic[C]):
             nkey_seed_file=options.nats_nkey_file,
             credentials_file=options.nats_credentials,
             tls_ca_file=options.nats_ca,
-            connect_timeout_s=2.0,
+            connect_timeout_s=FOUND_S,
         )
         while self._client is None:
             try:
@@ -256,7 +260,8 @@ class ClientLink(ABC, Generic[C]):
 
     async def _connect_once(self, config: BusConfig, stack: contextlib.AsyncExitStack) -> None:
         async with contextlib.AsyncExitStack() as opened:
-            bus = await Bus.connect(config, name=f"store-client-{self._options.node}")
+            # Streams are an agent's or a conductor's to make: an engine may not, and need not.
+            bus = await Bus.connect(config, name=self.me, limits=StreamLimits(replicas=0, wait_s=FOUND_S))
             opened.push_async_callback(bus.close)
             try:
                 client = await self.open(bus, opened)

@@ -201,7 +201,7 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
             "do_remote_prefill": True,
             "do_remote_decode": False,
             ORDER: sending.order_id,
-            SOURCE: self._options.worker,
+            SOURCE: self._options.name,
         }
 
     def _is_sent(self, order_id: str) -> bool:
@@ -224,7 +224,7 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         shape = KvShape(layers=len(rows), layer_bytes=sizes.pop(), name=xxhash.xxh3_128_hexdigest(fields))
         self._rows = list(rows.values())
         self._layers = {name: layer for layer, name in enumerate(rows)}
-        self._link = KvLink(self._options, shape, me=self._ranked(self._options.worker))
+        self._link = KvLink(self._options, shape, me=self._ranked(self._options.name))
         self._sender = KvSender(self._link, namespace=fields)
         self._receiver = KvReceiver(self._link, self._copy_in)
         self._link.start()

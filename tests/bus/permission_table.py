@@ -54,6 +54,7 @@ halfmoon.decisions.>                       conductor
 halfmoon.snapshots.>                       conductor
 halfmoon.kv.*.TransferOpened.<node>        store
 halfmoon.kv.*.TransferFailed.<node>        store
+halfmoon.kv.*.TransferFailed.<me>          engine
 halfmoon.kv.*.KvReady.<node>               store
 halfmoon.kv.*.KvLoaded.<node>              store
 halfmoon.kv.*.PrefillResult.<me>           prefill adapt
@@ -68,16 +69,18 @@ halfmoon.cancel                            frontend
 halfmoon.take.*.<me>                       prefill decode mixed adapt
 halfmoon.tokens.*.<me>                     decode mixed adapt
 
-halfmoon.store.<node>.attach               prefill decode attention mixed
-halfmoon.store.<node>.open_put             prefill decode attention mixed
-halfmoon.store.<node>.fetch                prefill decode attention mixed
-halfmoon.store.<node>.commit               prefill decode mixed
-halfmoon.store.<node>.open_push            prefill decode
-halfmoon.store.<node>.push                 prefill decode
-halfmoon.store.<node>.keep                 prefill decode attention mixed
-halfmoon.store.<node>.close_push           prefill decode
-halfmoon.store.<node>.release              prefill decode attention mixed
-halfmoon.store.<node>.status               prefill decode attention mixed
+halfmoon.store.<node>.attach               prefill decode attention mixed engine
+halfmoon.store.<node>.open_put             prefill decode attention mixed engine
+halfmoon.store.<node>.fetch                prefill decode attention mixed engine
+halfmoon.store.<node>.commit               prefill decode mixed engine
+halfmoon.store.<node>.open_push            prefill decode engine
+halfmoon.store.<node>.push                 prefill decode engine
+halfmoon.store.<node>.keep                 prefill decode attention mixed engine
+halfmoon.store.<node>.close_push           prefill decode engine
+halfmoon.store.<node>.release              prefill decode attention mixed engine
+halfmoon.store.<node>.status               prefill decode attention mixed engine
+halfmoon.store.<node>.probe                engine
+halfmoon.store.<node>.take                 engine
 halfmoon.store.*.status                    operator store
 halfmoon.store.*.drain                     operator
 halfmoon.store.*.attach                    operator
@@ -92,26 +95,28 @@ halfmoon.store.*.renew                     store
 halfmoon.store.*.settle                    store
 halfmoon.store.*.drop                      store
 halfmoon.store.*.pair                      store
-halfmoon.store.*.probe                     store
+halfmoon.store.*.probe                     store engine
 halfmoon.store.*.replicate                 store
 halfmoon.store.*.remove                    store
 
+halfmoon.want.*.<me>                       engine
+halfmoon.locate                            engine
 halfmoon.status.conductors                 conductor frontend supervisor
 halfmoon.status.*                          operator
 halfmoon.view.conductors                   frontend
 halfmoon.explain.*                         frontend
 
-halfmoon.inbox.>                           conductor frontend store decode attention mixed adapt
+halfmoon.inbox.>                           conductor frontend store decode attention mixed adapt engine
 _INBOX.>                                   frontend
 
 $JS.API.STREAM.INFO.EVENTS                 conductor frontend store prefill decode attention operator supervisor mixed
-$JS.API.STREAM.INFO.EVENTS                 adapt
+$JS.API.STREAM.INFO.EVENTS                 adapt engine
 $JS.API.STREAM.INFO.DECISIONS              conductor frontend store prefill decode attention operator supervisor mixed
-$JS.API.STREAM.INFO.DECISIONS              adapt
+$JS.API.STREAM.INFO.DECISIONS              adapt engine
 $JS.API.STREAM.INFO.KV                     conductor frontend store prefill decode attention operator supervisor mixed
-$JS.API.STREAM.INFO.KV                     adapt
+$JS.API.STREAM.INFO.KV                     adapt engine
 $JS.API.STREAM.INFO.SNAPSHOTS              conductor frontend store prefill decode attention operator supervisor mixed
-$JS.API.STREAM.INFO.SNAPSHOTS              adapt
+$JS.API.STREAM.INFO.SNAPSHOTS              adapt engine
 $JS.API.STREAM.CREATE.EVENTS               conductor supervisor
 $JS.API.STREAM.CREATE.DECISIONS            conductor supervisor
 $JS.API.STREAM.CREATE.KV                   conductor supervisor
@@ -136,6 +141,7 @@ $JS.FC.>                                   conductor operator supervisor
 #: Subscribed to.
 HEARS = """
 halfmoon.inbox.<me>.>                      conductor frontend store prefill decode attention supervisor mixed adapt
+halfmoon.inbox.<me>.>                      engine
 halfmoon.inbox.*.>                         operator
 _INBOX.>                                   operator client
 _INBOX.<tenant>.>                          tenant
@@ -151,7 +157,8 @@ halfmoon.relay.<me>.*                      adapt
 halfmoon.decisions.<me>.>                  frontend prefill decode attention mixed adapt
 halfmoon.decisions.*.*.<me>                frontend
 halfmoon.give.<me>.*                       prefill decode mixed adapt
-halfmoon.kv.<me>.>                         prefill decode adapt
+halfmoon.kv.<me>.>                         prefill decode adapt engine
+halfmoon.want.<me>.*                       engine
 halfmoon.kv.<me>.KvLoaded.<node>           mixed
 halfmoon.resend.<me>.*                     decode mixed adapt
 halfmoon.hold.<me>.*                       decode attention

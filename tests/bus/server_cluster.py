@@ -41,6 +41,7 @@ class ServerCluster:
             secrets_options(
                 place,
                 *("--servers", ",".join(names), "--attention", "2", "--mixed", "2", "--adapt", "2"),
+                *("--engines", "2"),
                 *places,
                 *tenants,
             )
@@ -101,12 +102,11 @@ class ServerCluster:
 
     def config(self, name: str) -> BusConfig:
         """As the process of that name."""
-        role = name.removeprefix("store-").partition("-")[0]
-        folder = name if role == "tenant" else "adapt" if role == "vllm" else role
+        key = next(self.place.glob(f"*/{name}.nk"), self.place / f"{name}.nk")
         return BusConfig(
             url=self.url,
-            tls_ca_file=str(self.place / folder / "ca.pem"),
-            nkey_seed_file=str(self.place / folder / f"{name}.nk"),
+            tls_ca_file=str(key.parent / "ca.pem"),
+            nkey_seed_file=str(key),
             connect_timeout_s=60,
         )
 

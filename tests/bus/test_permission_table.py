@@ -35,6 +35,8 @@ PROCESSES = [
     Process("store-prefill-0", "store", node="prefill-0"),
     Process("store-decode-0", "store", node="decode-0"),
     Process("vllm-0", "adapt", node="vllm-0"),
+    Process("engine-0", "engine", node="engine-0"),
+    Process("store-engine-0", "store", node="engine-0"),
     Process("operator", "operator"),
     Process("client", "client"),
     Process("tenant-acme", "tenant", tenant="acme"),
@@ -47,7 +49,18 @@ IDS = [
         for n in (0, 1)
     ),
     *(f"store-{role}-{n}" for role in ("prefill", "decode", "attention", "mixed") for n in (0, 1)),
-    *("vllm-0", "vllm-1", "operator", "client", "conductors", "up", "nobody"),
+    *(
+        "vllm-0",
+        "vllm-1",
+        "engine-0",
+        "engine-1",
+        "store-engine-0",
+        "operator",
+        "client",
+        "conductors",
+        "up",
+        "nobody",
+    ),
 ]
 #: Verbs of JetStream's API that speak of one stream, and of one consumer of a stream.
 STREAM_VERBS = (
@@ -173,6 +186,8 @@ async def connected(credentials: Configured, process: Process) -> Attacker:
         pytest.skip("a cluster of containers has no supervisor of ours")
     if process.role == "tenant" and not config.tls_ca_file:
         pytest.skip("who starts a cluster on this machine is its one user")
+    if process.node == "engine-0" and not config.tls_ca_file:
+        pytest.skip("`halfmoon up` has no engines that use a store")
     return await Attacker.connect(config)
 
 

@@ -16,16 +16,14 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
-import nats
 import nkeys
 import orjson
 import pytest
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.bus.permissions import RIGHTS, Role, cluster_identities
+from halfmoon.bus.permissions import RIGHTS, cluster_identities
 from halfmoon.bus.streams import StreamLimits
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.conductor.live import shell
@@ -48,7 +46,6 @@ from halfmoon.schemas.events import (
 from halfmoon.schemas.policy import Policy
 from halfmoon.store.agent.serving.serve import VERBS
 from halfmoon.workers.frontend.config import FrontendConfig
-from halfmoon.workers.frontend.edges.nats_service import settled
 from halfmoon.workers.frontend.intake import new_request_id
 from halfmoon.workers.frontend.log_health import LogHealth
 from halfmoon.workers.frontend.page.feed import PageFeed
@@ -74,155 +71,6 @@ async def conductor(servers: ServerCluster) -> AsyncIterator[Bus]:
     bus = await servers.connect("conductor-0")
     yield bus
     await bus.close()
-
-
-class Plain:
-    """A plain connection with one process's credentials, that notes what the server refuses."""
-
-    def __init__(self) -> None:
-        self.refused: list[str] = []
-
-    async def note(self, problem: Exception) -> None:
-        self.refused.append(str(problem))
-
-    async def may_publish(self, nc: nats.NATS, subject: str) -> bool:
-        """The refusal of a message comes before the answer to the ping behind it."""
-        self.refused.clear()
-        await nc.publish(subject, b"{}")
-        await settled(nc)
-        return not any(f'Publish to "{subject}"'.lower() in text.lower() for text in self.refused)
-
-    async def may_hear(self, nc: nats.NATS, subject: str) -> bool:
-        self.refused.clear()
-        subscription = await nc.subscribe(subject)
-        await settled(nc)
-        allowed = not any(f'Subscription to "{subject}"'.lower() in text.lower() for text in self.refused)
-        if allowed:
-            await subscription.unsubscribe()
-        return allowed
-
-
-@contextlib.asynccontextmanager
-async def plain(servers: ServerCluster, name: str) -> AsyncIterator[tuple[nats.NATS, Plain]]:
-    noting = Plain()
-    options = servers.config(name).options() | {"error_cb": noting.note, "allow_reconnect": False}
-    nc = await nats.connect(**options)
-    try:
-        yield nc, noting
-    finally:
-        await nc.close()
-
-
-MAY_NOT_SAY = {
-    "prefill-0": [
-        "halfmoon.events.prefill-1.PrefillFinished",
-        "halfmoon.events.decode-0.WorkerLeft",
-        "halfmoon.events.prefill-0.StoreLeft",
-        "halfmoon.events.prefill-0.PolicyChanged",
-        "halfmoon.events.up.WorkerLeft",
-        "halfmoon.decisions.prefill-0.StartPrefill",
-        "halfmoon.snapshots.1.x.head",
-        "halfmoon.store.prefill-1.release",
-        "halfmoon.store.prefill-0.drop",
-        "halfmoon.store.prefill-0.remove",
-        "halfmoon.kv.decode-0.KvReady.prefill-0",
-        "halfmoon.kv.decode-0.PrefillResult.prefill-1",
-        "halfmoon.kv.decode-0.PrefillResult",
-        "halfmoon.view.conductors",
-        "halfmoon.explain.conductor-0",
-        "halfmoon.take.frontend-0.prefill-1",
-        "halfmoon.tokens.frontend-0.prefill-0",
-        "$JS.API.CONSUMER.CREATE.EVENTS",
-        "$JS.API.STREAM.CREATE.EVENTS",
-        "$JS.API.STREAM.DELETE.EVENTS",
-        "$JS.API.STREAM.PURGE.EVENTS",
-        "$JS.API.STREAM.MSG.DELETE.EVENTS",
-    ],
-    "decode-0": [
-        "halfmoon.events.decode-1.RequestFinished",
-        "halfmoon.tokens.frontend-0.decode-1",
-        "halfmoon.events.decode-0.PrefillFinished",
-        "halfmoon.kv.decode-1.PrefillResult.decode-0",
-        "halfmoon.decisions.decode-0.StartDecode.x",
-        "$JS.API.CONSUMER.CREATE.DECISIONS",
-    ],
-    "store-prefill-0": [
-        "halfmoon.events.prefill-0.PrefillFinished",
-        "halfmoon.events.prefill-1.BlocksStored",
-        "halfmoon.store.prefill-1.release",
-        "halfmoon.kv.decode-0.PrefillResult.prefill-0",
-        "halfmoon.kv.decode-0.KvReady.prefill-1",
-        "halfmoon.kv.decode-0.KvReady.store-prefill-0",
-        "halfmoon.decisions.prefill-0.ReleaseOrder",
-    ],
-    "frontend-0": [
-        "halfmoon.decisions.prefill-0.StartPrefill",
-        "halfmoon.decisions.decode-0.CancelOrder",
-        "halfmoon.events.frontend-1.RequestArrived",
-        "halfmoon.events.frontend-0.PolicyChanged",
-        "halfmoon.give.prefill-0.frontend-1",
-        "halfmoon.store.prefill-0.release",
-        "halfmoon.snapshots.1.x.head",
-        "$JS.API.STREAM.PURGE.EVENTS",
-    ],
-    "conductor-0": [
-        "halfmoon.events.conductor-1.TimerFired",
-        "halfmoon.events.prefill-0.WorkerLeft",
-        "halfmoon.store.prefill-0.release",
-        "$JS.API.STREAM.DELETE.EVENTS",
-        "$JS.API.STREAM.PURGE.EVENTS",
-        "$JS.API.CONSUMER.CREATE.DECISIONS",
-    ],
-    "operator": ["halfmoon.decisions.prefill-0.StartPrefill", "halfmoon.events.operator.WorkerLeft"],
-    "client": [
-        "halfmoon.events.frontend-0.RequestArrived",
-        "$JS.API.STREAM.INFO.EVENTS",
-        "halfmoon.status.conductors",
-    ],
-}
-MAY_NOT_HEAR = {
-    "prefill-0": [
-        "halfmoon.decisions.>",
-        "halfmoon.give.prefill-1.*",
-        "halfmoon.give.*.frontend-0",
-        "halfmoon.inbox.>",
-        "halfmoon.tokens.frontend-0.*",
-    ],
-    "decode-0": [
-        "halfmoon.kv.decode-1.>",
-        "halfmoon.take.frontend-0.*",
-        "halfmoon.v1.generate",
-        "halfmoon.events.>",
-    ],
-    "store-prefill-0": ["halfmoon.store.prefill-1.*", "halfmoon.give.prefill-0.*"],
-    "frontend-0": [
-        "halfmoon.explain.conductor-0",
-        "halfmoon.take.frontend-1.*",
-        "halfmoon.inbox.frontend-1.x",
-        "_INBOX.>",
-    ],
-    "client": ["halfmoon.v1.generate", "halfmoon.tokens.*.*", "halfmoon.inbox.frontend-0.x", ">"],
-}
-
-
-@pytest.mark.parametrize("name", list(MAY_NOT_SAY))
-async def test_a_role_publishes_only_what_is_its_own(
-    servers: ServerCluster, conductor: Bus, name: str
-) -> None:
-    async with plain(servers, name) as (nc, noting):
-        allowed = [subject for subject in MAY_NOT_SAY[name] if await noting.may_publish(nc, subject)]
-        assert allowed == []
-        role = "store" if name.startswith("store-") else name.partition("-")[0]
-        for kind in RIGHTS[cast("Role", role)].events:  # and this it may
-            assert await noting.may_publish(nc, subjects.event(name.removeprefix("store-"), kind)), kind
-
-
-@pytest.mark.parametrize("name", list(MAY_NOT_HEAR))
-async def test_a_role_hears_only_what_is_its_own(servers: ServerCluster, name: str) -> None:
-    async with plain(servers, name) as (nc, noting):
-        assert [subject for subject in MAY_NOT_HEAR[name] if await noting.may_hear(nc, subject)] == []
-        own = "_INBOX.own.>" if name == "client" else f"{subjects.inbox(name)}.>"
-        assert await noting.may_hear(nc, own)
 
 
 @pytest.mark.pure

@@ -53,11 +53,15 @@ class Cluster:
         self.agents: dict[str, StoreAgent] = {}
         self.heard: dict[str, list[KvMessage]] = {}
         self.stack = stack
+        #: As the process of that name.
+        self.connect: Callable[[str], Awaitable[Bus]] = lambda name: Bus.connect(
+            BusConfig(url=self.url), name=name
+        )
         #: Where the log stood when the first agent of this cluster was made.
         self.began_seq = -1
 
     async def bus(self, name: str) -> Bus:
-        bus = await Bus.connect(BusConfig(url=self.url), name=name)
+        bus = await self.connect(name)
         self.stack.push_async_callback(bus.close)
         return bus
 
@@ -77,7 +81,7 @@ class Cluster:
         return StoreConfig(**{**fields, **changes})
 
     async def agent(self, node_id: str, **changes: Any) -> StoreAgent:
-        bus = await self.bus(node_id)
+        bus = await self.bus(f"store-{node_id}")
         if self.began_seq < 0:
             self.began_seq = await bus.last_seq()
         agent = StoreAgent(bus, self.config(node_id, **changes))

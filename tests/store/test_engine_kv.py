@@ -275,7 +275,8 @@ def test_kv_that_does_not_come_ends_the_load_and_leaves_no_slot_behind(nats_url:
 @pytest.mark.pure
 def test_a_connector_names_what_is_wrong_with_its_options() -> None:
     for given, fault in (
-        ({"node": "n"}, "worker"),
+        ({"worker": "w"}, "node"),
+        ({"node": "n" * 49}, "worker: give a name of at most 48 letters"),
         ({"node": "n", "worker": "a b"}, "worker"),
         ({"node": "n", "worker": "w", "kept_s": 0.0}, "kept_s: 0.0 is not in 0..3600"),
         ({"node": "n", "worker": "w", "wait": 3}, "wait"),
