@@ -3,8 +3,8 @@
 KV stream, short retention, ≤ 4 KiB each (but for the `TransferOpened` of a long prompt, and a `PrefillResult` with
 log probabilities of one, or with an engine's blocks).
 
-Subject: `halfmoon.kv.<worker that waits>.<type>.<author>`. Store agents send all but `PrefillResult`, because they know
-first when a write has become readable: `author` is their node, or the prefill worker.
+Subject: `halfmoon.kv.<worker that waits>.<type>.<author>`. Store agents send all but `PrefillResult` and `KvPromised`,
+because they know first when a write has become readable: `author` is their node, or the prefill worker.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from halfmoon.schemas.types import Blocks, Bytes, Count, Id, LayersOfRun, Messag
 
 #: An engine names each of its blocks: those of a prompt of half a million tokens, by 16.
 ENGINE_PARAMS_MAX = 256 << 10
+#: Fields of an engine's `kv_transfer_params`, where its connector is ours: the name under which a prompt's KV is asked
+#: for, and the connector that has it.
+KV_ORDER, KV_SOURCE = "halfmoon_order", "halfmoon_worker"
 
 
 class TransferOpened(Message, frozen=True):
@@ -75,6 +78,16 @@ class EngineKv(Part, frozen=True):
     tokens: Tokens = 0
 
 
+class KvPromised(Message, frozen=True):
+    """From the adapter of a prefill engine that computes the prompt now: the decode engine may be asked already, and
+    its KV comes meanwhile.
+    """
+
+    order_id: Id
+    request_id: Id
+    engine_kv: EngineKv
+
+
 class WantKv(Message, frozen=True):
     """An engine's connector asks the one that computes a prompt to push its KV, as it comes, into this node's pool."""
 
@@ -108,5 +121,5 @@ class PrefillResult(Message, frozen=True):
     engine_kv: EngineKv | None = None
 
 
-KvMessage = TransferOpened | KvReady | KvLoaded | TransferFailed | PrefillResult
+KvMessage = TransferOpened | KvReady | KvLoaded | TransferFailed | PrefillResult | KvPromised
 KV_TYPES: tuple[type[Message], ...] = get_args(KvMessage)

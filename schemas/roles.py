@@ -163,6 +163,7 @@ ROLES: dict[ProcessRole, RoleTraits] = {
             events=(*rights.WORKER_EVENTS, *rights.MIXED_EVENTS, "DecodeFailed", *rights.STORE_EVENTS),
             publish=(
                 subjects.kv("*", "PrefillResult", ME),
+                subjects.kv("*", "KvPromised", ME),
                 subjects.forward("*", ME),
                 *_DRAWS,
                 *rights.PLACES,

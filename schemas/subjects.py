@@ -81,7 +81,7 @@ def placements_for(frontend_id: str) -> str:
 
 
 def kv(worker_id: str, kind: str, author_id: str) -> str:
-    """`author_id`: the sender, a prefill worker (PrefillResult) or the node of a store agent (all else)."""
+    """`author_id`: the sender, a prefill worker (PrefillResult, KvPromised) or the node of a store agent (all else)."""
     return f"{ROOT}.kv.{worker_id}.{kind}.{author_id}"
 
 

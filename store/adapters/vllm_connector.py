@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import xxhash
 
+from halfmoon.schemas.kv import KV_ORDER, KV_SOURCE
 from halfmoon.store.adapters.kv_link import KvLink, KvOptions, KvShape
 from halfmoon.store.adapters.kv_receiver import Bytes, KvLoad, KvReceiver
 from halfmoon.store.adapters.kv_sender import KvSender, Sent, SentOrder
@@ -38,8 +39,6 @@ except ImportError as problem:
 #: An engine whose requests all wait for KV steps again and again. Such a step lasts so long, unless a load ends: else
 #: its two processes take a core each from whoever else is on the host, the engine that computes perhaps.
 EMPTY_STEP_S = 0.005
-#: Of `kv_transfer_params`: the order that names a prompt's KV, and the connector that has it.
-ORDER, SOURCE = "halfmoon_order", "halfmoon_worker"
 #: A rank may follow it.
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -129,7 +128,7 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         params = request.kv_transfer_params or {}
-        named = params.get("do_remote_prefill") and name_in(params, ORDER) and name_in(params, SOURCE)
+        named = params.get("do_remote_prefill") and name_in(params, KV_ORDER) and name_in(params, KV_SOURCE)
         if not named or request.request_id in self._asked:
             return 0, False
         missing = request.num_prompt_tokens - num_computed_tokens
@@ -138,7 +137,7 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         params, request_id = request.kv_transfer_params or {}, request.request_id
         if params.get("do_remote_decode") and request_id not in self._sending:
-            order_id = name_in(params, ORDER) or uuid.uuid4().hex
+            order_id = name_in(params, KV_ORDER) or uuid.uuid4().hex
             # Two prompts of one name would go into the same slots.
             if not self._is_sent(order_id):
                 self._sending[request_id] = _Sending(order_id, request)
@@ -148,7 +147,7 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         tokens = request.num_prompt_tokens
         first = (tokens - num_external_tokens) // self._block_tokens
         ids = blocks.get_block_ids()[0][first : self._blocks(tokens)]
-        self._step.loads.append(KvLoad(request_id, params[ORDER], params[SOURCE], tokens, first, list(ids)))
+        self._step.loads.append(KvLoad(request_id, params[KV_ORDER], params[KV_SOURCE], tokens, first, list(ids)))
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         step, self._step = self._step, Step()
@@ -189,7 +188,7 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         sending = self._sending.pop(request_id, None)
         if sending is None:
             params = request.kv_transfer_params or {}
-            order_id = name_in(params, ORDER) if params.get("do_remote_decode") else ""
+            order_id = name_in(params, KV_ORDER) if params.get("do_remote_decode") else ""
             if order_id and not self._is_sent(order_id):
                 # It ended before it was scheduled, and its KV may be waited for.
                 self._step.dropped.append(order_id)
@@ -200,8 +199,8 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            ORDER: sending.order_id,
-            SOURCE: self._options.name,
+            KV_ORDER: sending.order_id,
+            KV_SOURCE: self._options.name,
         }
 
     def _is_sent(self, order_id: str) -> bool:

@@ -63,6 +63,7 @@ class Engine:
         #: KV of prompts that another engine will get, by the request's number here.
         self.lent: dict[str, list[int]] = {}
         self.loses_lent = False
+        self.takes_names = False
         # KV events.
         self.seq, self.kept = args.first_seq, deque[tuple[int, bytes]](maxlen=args.kept)
         context = zmq.asyncio.Context()
@@ -149,12 +150,20 @@ class Engine:
 
     # --- HTTP -----------------------------------------------------------------------------------------------
 
-    def keep(self, tokens: list[int], drawn: int, reason: str | None) -> dict[str, Any] | None:
-        """Where another engine gets the KV of the prompt; None: it does not."""
+    def keep(
+        self, tokens: list[int], drawn: int, reason: str | None, name: str | None
+    ) -> dict[str, Any] | None:
+        """Where another engine gets the KV of the prompt; None: it does not. `name`: the asker's, if it has one."""
         if not self.args.connector or reason != "length":
             return None
-        name = f"kv-{len(self.lent)}"
+        name = name or f"kv-{len(self.lent)}"
         self.lent[name] = [] if self.loses_lent else tokens[: len(tokens) - drawn]
+        if self.takes_names:
+            return {
+                "do_remote_prefill": True,
+                "halfmoon_order": name,
+                "halfmoon_worker": f"engine-{self.args.port}",
+            }
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -167,12 +176,19 @@ class Engine:
 
     async def give(self, request: web.Request) -> web.Response:
         """To another engine, once."""
-        tokens = self.lent.pop(request.match_info["name"], None)
+        name = request.match_info["name"]
+        while self.takes_names and name not in self.lent:  # it may ask before the prompt is computed
+            await asyncio.sleep(0.01)
+        tokens = self.lent.pop(name, None)
         return web.json_response(tokens, status=404 if tokens is None else 200)
 
     async def fetched(self, params: dict[str, Any], tokens: list[int]) -> bool:
         """Whether another engine had the KV of all these tokens."""
-        place = f"http://{params['remote_host']}:{params['remote_port']}/lent/{params['remote_request_id']}"
+        if "halfmoon_worker" in params:
+            port, name = params["halfmoon_worker"].removeprefix("engine-"), params["halfmoon_order"]
+        else:
+            port, name = params["remote_port"], params["remote_request_id"]
+        place = f"http://127.0.0.1:{port}/lent/{name}"
         try:
             async with aiohttp.ClientSession() as session, session.post(place) as response:
                 return bool(await response.json() == tokens)
@@ -238,7 +254,9 @@ class Engine:
                     about["end"] = reason
                     answer = {"choices": [choice]}
                     if params.get("do_remote_decode"):
-                        answer["kv_transfer_params"] = about["kept"] = self.keep(tokens, drawn, reason)
+                        answer["kv_transfer_params"] = about["kept"] = self.keep(
+                            tokens, drawn, reason, params.get("halfmoon_order")
+                        )
                     return web.json_response(answer)
                 await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
             self.store(tokens[:-1], salt)
@@ -309,6 +327,7 @@ class Engine:
                 self.loses_lent = body["on"]
             case "connector":
                 self.args.connector = body["on"]
+                self.takes_names = body.get("names", False)
             case "forget":  # nobody can ask for them any more
                 self.kept.clear()
             case "clear":

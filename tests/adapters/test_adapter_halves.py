@@ -17,9 +17,10 @@ from halfmoon.schemas.events import (
     PrefillFinished,
     RequestFinished,
 )
-from halfmoon.schemas.kv import EngineKv, PrefillResult, TransferFailed
+from halfmoon.schemas.kv import KV_ORDER, KV_SOURCE, EngineKv, KvPromised, PrefillResult, TransferFailed
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.workers.adapters.actions import AskEngine, HangUp, TellDecode
+from halfmoon.workers.adapters.completion import kv_params_of
 from halfmoon.workers.adapters.decode_half import EARLY_RESULTS_MAX, DecodeAdapterState
 from halfmoon.workers.adapters.engine_blocks import salt_of
 from halfmoon.workers.adapters.events import AnswerBroke, EngineAsked, PromptOrdered
@@ -42,6 +43,12 @@ from tests.adapters.test_adapter_state import (
 #: What the prefill engine says of the place.
 PLACE = {"do_remote_prefill": True, "remote_engine_id": "e7", "remote_block_ids": [[3, 4, 5]]}
 SAID = msgspec.json.encode(PLACE).decode()
+#: The same of a connector that takes names.
+NAMED = {"do_remote_prefill": True, KV_SOURCE: "n1"}
+
+
+def json_of(params: dict[str, Any]) -> str:
+    return msgspec.json.encode(params).decode()
 
 
 def facts(worker_id: str) -> WorkerFacts:
@@ -111,8 +118,8 @@ def hears(state: AdapterState, *events: Any) -> list[Any]:
     return [state.on(event) for event in events][-1]
 
 
-def computed(*ids: int, said: str = "", reason: str = "length", at_ns: int = 0) -> Any:
-    return msgspec.structs.replace(heard(*ids, at_ns=at_ns, reason=reason), kv_params=said)
+def computed(*ids: int, name: str = "o1", said: str = "", reason: str = "length", at_ns: int = 0) -> Any:
+    return msgspec.structs.replace(heard(*ids, name=name, at_ns=at_ns, reason=reason), kv_params=said)
 
 
 # --- the prefill half ---------------------------------------------------------------------------------------
@@ -131,14 +138,14 @@ def test_a_prompt_is_computed_for_another_engine() -> None:
     state.on(EngineAsked(at_ns=5 * MS, order_id="o1", cached_blocks=1))
     tell, report = hears(state, computed(EOS, said=SAID, at_ns=25 * MS))
     assert isinstance(tell, TellDecode)
-    assert (tell.decode_worker_id, tell.result.engine_kv) == (
+    assert (tell.decode_worker_id, tell.message.engine_kv) == (
         "vllm-2",
         EngineKv(params=SAID, tokens=len(PROMPT)),
     )
     done = report.event
     assert isinstance(done, PrefillFinished)
     assert (done.queue_ns, done.compute_ns, done.cached_local_tokens) == (5 * MS, 20 * MS, 16)
-    assert (tell.result.queue_ns, tell.result.compute_ns) == (5 * MS, 20 * MS)
+    assert (tell.message.queue_ns, tell.message.compute_ns) == (5 * MS, 20 * MS)
     assert state.orders_open() == 0
 
 
@@ -147,7 +154,7 @@ def test_what_the_client_has_is_computed_with_the_prompt() -> None:
     (body,) = asked(hears(state, prompt_ordered(), taken(known=(7, EOS, 8))))
     assert (body["prompt"], body["max_tokens"]) == ([*PROMPT, 7, EOS, 8], 1)
     tell, _ = hears(state, computed(9))
-    assert tell.result.engine_kv == EngineKv(tokens=len(PROMPT) + 3)
+    assert tell.message.engine_kv == EngineKv(tokens=len(PROMPT) + 3)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +169,52 @@ def test_what_the_client_has_is_computed_with_the_prompt() -> None:
 def test_a_prompt_that_is_not_computed_fails(broke: Any, retryable: bool) -> None:
     (failed,) = reports(hears(prefill(), prompt_ordered(), taken(), broke))
     assert (type(failed), failed.retryable) == (PrefillFailed, retryable)
+
+
+def told(actions: list[Any]) -> list[tuple[str, str, str]]:
+    """Who was told of which order's KV, and under which name it is."""
+    return [
+        (
+            type(one.message).__name__,
+            one.message.order_id,
+            kv_params_of(one.message.engine_kv.params)[KV_ORDER],
+        )
+        for one in actions
+        if isinstance(one, TellDecode)
+    ]
+
+
+def test_a_prompt_is_promised_when_it_is_the_next_one_that_a_connector_of_names_sends() -> None:
+    state = prefill()
+    (body,) = asked(hears(state, prompt_ordered("o1"), taken("o1")))
+    assert KV_ORDER not in body["kv_transfer_params"]
+    named = NAMED | {KV_ORDER: "the engine's own"}
+    assert told(hears(state, computed(7, said=json_of(named)))) == [
+        ("PrefillResult", "o1", "the engine's own")
+    ]
+    # It takes names, so it is given one for each prompt from here on; the next one of several is promised.
+    names = {}
+    for name in ("o2", "o3", "o4"):
+        actions = hears(state, prompt_ordered(name), taken(name, known=(50,)))
+        names[name] = asked(actions)[0]["kv_transfer_params"][KV_ORDER]
+        assert told(actions) == ([("KvPromised", "o2", names["o2"])] if name == "o2" else [])
+    assert len({*names.values()}) == 3
+    assert names["o2"] == "o2-i"  # with the adapter's incarnation
+    actions = hears(state, OrderCancelled(at_ns=0, order_id="o3"))
+    assert told(actions) == []
+    (_, _, promise) = actions = hears(
+        state, computed(7, name="o2", said=json_of(NAMED | {KV_ORDER: names["o2"]}))
+    )
+    assert told(actions) == [("PrefillResult", "o2", names["o2"]), ("KvPromised", "o4", names["o4"])]
+    assert promise.decode_worker_id == "vllm-2"
+    assert promise.message.engine_kv == EngineKv(
+        params=json_of(NAMED | {KV_ORDER: names["o4"]}), tokens=len(PROMPT) + 1
+    )
+    # What the engine cannot be asked has no name, and promises nothing.
+    assert told(hears(state, prompt_ordered("o6"), taken("o6", sampling=Sampling(bad_words=["x"])))) == []
+    # An engine that was started with another connector takes none.
+    hears(state, computed(7, name="o4", said=SAID))
+    assert told(hears(state, prompt_ordered("o5"), taken("o5"))) == []
 
 
 # --- the decode half ----------------------------------------------------------------------------------------
@@ -265,6 +318,78 @@ def test_an_engine_that_takes_nothing_now_is_not_asked_again(status: int) -> Non
     )
 
 
+def promised(name: str = "o1", at_ns: int = 0, *, by: str = "vllm-0", tokens: int = len(PROMPT)) -> KvHeard:
+    kv = EngineKv(params=json_of(NAMED | {KV_ORDER: "n1"}), tokens=tokens)
+    return KvHeard(
+        at_ns=at_ns, author_id=by, message=KvPromised(order_id=name, request_id=f"r-{name}", engine_kv=kv)
+    )
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_engine_is_asked_for_what_is_promised_and_says_nothing_before_the_prompt_is_computed(
+    first: int,
+) -> None:
+    state, events = decode(), [taken(), promised(at_ns=1 * MS)]
+    (body,) = asked(hears(state, decode_ordered(), events[first], events[1 - first]))
+    assert body["kv_transfer_params"] == NAMED | {KV_ORDER: "n1"}
+    state.on(EngineAsked(at_ns=2 * MS, order_id="o1", cached_blocks=0))
+    assert hears(state, promised(), heard(7, at_ns=28 * MS), heard(8, at_ns=29 * MS)) == []
+    assert state.heartbeat(0).lacking == ["o1"]
+    actions = hears(state, prefilled(at_ns=30 * MS))
+    assert asked(actions) == []
+    assert delivered(actions) == [(0, [7], ""), (1, [8], "")]
+    (started,) = reports(actions)
+    assert (type(started), started.wait_ns) == (DecodeStarted, 0)
+    (finished,) = reports(hears(state, heard(9, 10, at_ns=70 * MS, reason="length")))
+    assert isinstance(finished, RequestFinished)
+    assert (state.prompts_overlapped, state.prompts_recomputed, state.promises) == (1, 0, {})
+
+
+def test_an_answer_that_was_over_before_its_prompt_was_is_told_of_after_it() -> None:
+    state = decode()
+    assert (
+        reports(hears(state, decode_ordered(), taken(), promised(), heard(7, 8, 9, 10, reason="length")))
+        == []
+    )
+    actions = hears(state, prefilled())
+    assert delivered(actions) == [(0, [7, 8, 9, 10], "length")]
+    assert [type(event) for event in reports(actions)] == [RequestFinished]
+    assert state.orders_open() == 0
+
+
+@pytest.mark.parametrize("how", [broken(None), broken(400, retryable=False), broken(503)])
+def test_a_promise_that_is_not_kept_is_as_if_it_had_not_been_made(how: Any) -> None:
+    state = decode()
+    assert hears(state, decode_ordered(), taken(), promised(), heard(7), how) == []
+    assert hears(state, promised()) == []
+    (body,) = asked(hears(state, prefilled()))
+    assert body["kv_transfer_params"] == PLACE
+    assert delivered(hears(state, heard(8))) == [(0, [8], "")]
+    # The engine refuses that too: it computes the prompt, or the order fails, as without a promise.
+    state = decode()
+    hears(state, decode_ordered(), taken(), promised(), how, prefilled())
+    again = hears(state, how)
+    assert len(asked(again)) == (0 if how == broken(503) else 1)
+
+
+def test_what_is_promised_by_another_or_of_other_tokens_is_not_asked_for() -> None:
+    for wrong in (promised(by="vllm-1"), promised(tokens=len(PROMPT) - 1)):
+        state = decode()
+        assert asked(hears(state, decode_ordered(), taken(), wrong)) == []
+        assert len(asked(hears(state, prefilled()))) == 1
+    # One that has come after the result, or before the order; an answer that was begun elsewhere.
+    assert asked(hears(decode(), decode_ordered(), taken(), prefilled(), promised())) == []
+    assert asked(hears(decode(), promised(), decode_ordered(), taken())) == []
+    begun = hears(decode(), decode_ordered(), taken(known=(7,)), promised(tokens=len(PROMPT) + 1))
+    assert asked(begun) == []
+    # Nobody is asked twice where a gateway sends the request.
+    state = decode()
+    hears(state, decode_ordered(), taken(forwarded=True))
+    assert asked(hears(state, promised())) == []
+    (once,) = [one for one in hears(state, prefilled()) if isinstance(one, AskEngine)]
+    assert once.gateway_of == "f"
+
+
 def test_an_answer_that_breaks_off_is_not_begun_again_here() -> None:
     (failed,) = reports(hears(decode(), decode_ordered(), taken(), prefilled(), heard(7), broken(None)))
     assert isinstance(failed, DecodeFailed)
@@ -297,7 +422,8 @@ def test_results_of_orders_that_never_come_are_not_kept_for_ever() -> None:
 def test_steps_are_timed_while_a_prompt_is_computed_elsewhere() -> None:
     state = decode()
     hears(state, decode_ordered("o1"), taken("o1", max_tokens=9), prefilled("o1"))
-    hears(state, decode_ordered("o2"), taken("o2"))
+    hears(state, decode_ordered("o2"), taken("o2"), promised("o2"))
+    state.on(EngineAsked(at_ns=1 * MS, order_id="o2", cached_blocks=0))
     for number, at_ms in enumerate((10, 22, 34)):
         state.on(heard(7 + number, at_ns=at_ms * MS))
     beat = state.heartbeat(0)
@@ -317,12 +443,14 @@ def test_whatever_is_heard_each_half_has_one_end(make: Any, order: Any, seed: in
         known = tuple(range(50, 50 + draw.randrange(3)))
         tokens = [draw.randrange(2, 9) for _ in range(draw.randrange(3))]
         broke = AnswerBroke(at_ns=at_ns, order_id=name, reason="x", retryable=bool(draw.randrange(2)))
-        said = computed(*tokens, said=SAID, reason=draw.choice(["", "stop", "length", "abort"]), at_ns=at_ns)
+        place = draw.choice([SAID, json_of(NAMED | {KV_ORDER: name})])
+        said = computed(*tokens, said=place, reason=draw.choice(["", "stop", "length", "abort"]), at_ns=at_ns)
         events: list[Any] = [
             order(name, at_ns),
             taken(name, at_ns, known=known),
             prefilled(name, at_ns, tokens=len(PROMPT) + draw.randrange(3)),
             prefilled(name, at_ns, by="vllm-1"),
+            promised(name, at_ns),
             OrderCancelled(at_ns=at_ns, order_id=name),
         ]
         if name in engine:
@@ -330,6 +458,9 @@ def test_whatever_is_heard_each_half_has_one_end(make: Any, order: Any, seed: in
         open_before = set(state.requests)
         actions = state.on(draw.choice(events))
         state.validate()
+        assert set(state.promises if isinstance(state, DecodeAdapterState) else state.named) <= set(
+            state.requests
+        )
         engine |= {action.order_id for action in actions if isinstance(action, AskEngine)}
         for told in reports(actions):
             if isinstance(told, PrefillFinished | PrefillFailed | DecodeFailed | RequestFinished):

@@ -18,7 +18,7 @@ from halfmoon.schemas.decisions import (
     StartDecode,
     StartPrefill,
 )
-from halfmoon.schemas.events import DecodeFailed
+from halfmoon.schemas.events import DecodeFailed, DecodeStarted
 from tests.adapters.fake_fleet import PROMPT_BLOCKS, PROMPT_TOKENS, FakeFleet, answer, prompt
 from tests.adapters.fleet import explained
 from tests.adapters.harness import FakeEngine, fake_engines
@@ -93,11 +93,29 @@ async def test_prompts_go_where_their_blocks_are(fleet: FakeFleet) -> None:
         assert fleet.engines[cold["prefill_worker"]].asked()[-1]["cached"] == 2_560
 
 
-async def test_a_prefill_engine_that_names_no_place_is_answered_all_the_same(fleet: FakeFleet) -> None:
+async def test_connectors_that_name_no_place_and_those_that_take_names(fleet: FakeFleet) -> None:
     fleet.fault("connector", on=False)
     said = await fleet.ask(prompt(5))
     assert said["token_ids"] == answer(prompt(5), 4)
     assert "kv_transfer_params" not in fleet.engines[said["decode_worker"]].asked()[-1]["body"]
+
+    # The first prompt shows what kind it is. Then the decode engine has a prompt while the other one computes it.
+    fleet.fault("connector", on=True, names=True)
+    with fleet.refusing(503, PREFILL[1]):
+        assert (await fleet.ask(prompt(60)))["token_ids"] == answer(prompt(60), 4)
+        fleet.engines[PREFILL[0]].fault("hold", after=0)
+        ids, after = prompt(61, 2_594), await fleet.last_seq()
+        answering = asyncio.ensure_future(fleet.ask(ids, 8))
+        at = await asking(fleet, DECODE, len(ids))
+        assert fleet.engines[PREFILL[0]].asked()[-1]["end"] == ""
+        assert await fleet.told(after, DecodeStarted, at) == []
+        fleet.engines[PREFILL[0]].fault("let go")
+        said = await within(answering, "it is answered")
+    assert (said["token_ids"], said["decode_worker"]) == (answer(ids, 8), at)
+    computed, answered = fleet.engines[PREFILL[0]].asked()[-1], fleet.engines[at].asked()[-1]
+    assert answered["body"]["kv_transfer_params"] == computed["kept"]
+    assert computed["body"]["kv_transfer_params"]["halfmoon_order"] == computed["kept"]["halfmoon_order"]
+    assert (answered["cached"], answered["drawn"]) == (len(ids) - 1, 8)
     fleet.fault("connector", on=True)
 
 

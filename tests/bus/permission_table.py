@@ -58,6 +58,7 @@ halfmoon.kv.*.TransferFailed.<me>          engine
 halfmoon.kv.*.KvReady.<node>               store
 halfmoon.kv.*.KvLoaded.<node>              store
 halfmoon.kv.*.PrefillResult.<me>           prefill adapt
+halfmoon.kv.*.KvPromised.<me>              adapt
 
 halfmoon.give.*.<me>                       frontend
 halfmoon.relay.*.<me>                      frontend

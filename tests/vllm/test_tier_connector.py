@@ -86,12 +86,18 @@ async def test_a_cluster_has_each_do_one_half_and_an_agent_that_is_killed_costs_
     with running(tmp_path / "fleet", *flags, "--dtype", "float32", *PATIENT) as cluster:
         nc = await cluster.connect()
         fleet = AdaptedFleet(cluster, engines, nc)
+        first = True
         for ids in prompts():
             ids = [*ids[1:], ids[0]]  # no prompt of another test
             before = loaded(pair.decode)
             said = await fleet.ask(ids, 24, bound_s=START_S)
             assert (said["prefill_worker"], said["decode_worker"]) == ("vllm-0", "vllm-1")
             assert loaded(pair.decode) - before == len(ids)
+            # The first prompt shows that the connector takes names. From then on the decode engine is asked before the
+            # prompt is computed.
+            kv = [type(one).__name__ for _, one in await cluster.kv() if said["id"] in str(one)]
+            assert kv == (["PrefillResult"] if first else ["KvPromised", "PrefillResult"])
+            first = False
             assert said["token_ids"] == told(pair.prefill.url, ids)
         await nc.close()
         assert "identical" in replayed(cluster, tmp_path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from halfmoon.schemas.kv import PrefillResult
+from halfmoon.schemas.kv import KvPromised, PrefillResult
 from halfmoon.workers.decode.actions import AnswerResend, Deliver, EndSpan
 from halfmoon.workers.machines import Announce, Report, TakeTokens
 
@@ -34,10 +34,10 @@ class HangUp(msgspec.Struct, frozen=True):
 
 
 class TellDecode(msgspec.Struct, frozen=True):
-    """To the adapter of the decode half: the prompt is computed, and where its KV is."""
+    """To the adapter of the decode half: the prompt is computed, or is about to be, and where its KV is."""
 
     decode_worker_id: str
-    result: PrefillResult
+    message: PrefillResult | KvPromised
 
 
 class StepSeen(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from halfmoon.schemas.decisions import EngineRefusal
-from halfmoon.schemas.kv import ENGINE_PARAMS_MAX
+from halfmoon.schemas.kv import ENGINE_PARAMS_MAX, KV_ORDER, KV_SOURCE
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import SampledToken, Sampling
 
@@ -122,9 +122,11 @@ def forwarded_body_of(model: str, salt: str) -> dict[str, Any]:
 
 
 def prefill_body_of(
-    model: str, salt: str, prompt: Sequence[int], known: list[int], sampling: Sampling
+    model: str, salt: str, prompt: Sequence[int], known: list[int], sampling: Sampling, kv_name: str
 ) -> dict[str, Any]:
-    """The request that has an engine compute the prompt and keep its KV for another one. Raises Unanswerable."""
+    """The request that has an engine compute the prompt and keep its KV for another one, under this name where it
+    knows names ("": its own). Raises Unanswerable.
+    """
     # Its token goes to nobody. But older releases keep KV for another engine only where the length has ended an answer,
     # so nothing else may end it.
     drawn = msgspec.structs.replace(sampling, ignore_eos=True, stop_token_ids=[], min_tokens=0, logprobs=-1)
@@ -138,7 +140,8 @@ def prefill_body_of(
             "remote_block_ids": None,
             "remote_host": None,
             "remote_port": None,
-        },
+        }
+        | ({KV_ORDER: kv_name} if kv_name else {}),
     }
 
 
@@ -149,6 +152,15 @@ def kv_params_of(said: str) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError):
         return {}
     return params if isinstance(params, dict) else {}
+
+
+def named_place(said: str) -> dict[str, Any]:
+    """The `kv_transfer_params` of an engine whose connector takes names of ours: with another name they hold for the
+    next prompt. {}: it does not.
+    """
+    params = kv_params_of(said)
+    named = all(isinstance(params.get(field), str) for field in (KV_ORDER, KV_SOURCE))
+    return params if named else {}
 
 
 def _check(sampling: Sampling) -> None:

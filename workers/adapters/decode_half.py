@@ -7,26 +7,40 @@ computed. Pure.
                                    ▲            └─ broke off: DecodeFailed, or asked once more, to compute the prompt
                                    └─ in either order, and even before the order itself
 
-Where the KV is, as the prefill engine says, goes to this one word for word.
+    order ─▶ its tokens, and KvPromised ─▶ asked ─▶ what it says is kept ─▶ PrefillResult ─▶ as above
+                                                        └─ broke off: as if nothing had been promised
+
+Where the KV is, as the prefill engine says, goes to this one word for word. Nothing is reported, and no token goes to
+the client, before the prompt is computed: the core sees a prefill and then a decode, whenever the engine was asked.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from halfmoon.schemas.events import DecodeFailed, PrefillFailed, WorkerHeartbeat
-from halfmoon.schemas.kv import PrefillResult
+from halfmoon.schemas.kv import EngineKv, KvPromised, PrefillResult
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.adapters.completion import FOR_NOW, kv_params_of
-from halfmoon.workers.adapters.events import AnswerBroke, PromptOrdered
+from halfmoon.workers.adapters.events import AnswerBroke, TokensHeard
 from halfmoon.workers.adapters.state import AdaptedRequest, AdapterState, HalfEvent
-from halfmoon.workers.decode.events import DecodeOrdered
+from halfmoon.workers.decode.events import DecodeOrdered, KvHeard
 
 #: Results may overtake their StartDecode (another stream): those of this many orders are kept.
 EARLY_RESULTS_MAX = 256
+
+
+@dataclass(slots=True)
+class _Promise:
+    """The KV that comes while the prompt is computed. `asked`: the engine was. `held`: what it has said."""
+
+    engine_kv: EngineKv
+    asked: bool = False
+    held: list[TokensHeard] = field(default_factory=list)
 
 
 class DecodeAdapterState(AdapterState):
@@ -38,6 +52,8 @@ class DecodeAdapterState(AdapterState):
         self.early: OrderedDict[tuple[str, str], PrefillResult] = OrderedDict()
         #: Orders whose engine has refused what it was told of their KV, and computes their prompts.
         self.recomputed: set[str] = set()
+        #: By order, until its result is there.
+        self.promises: dict[str, _Promise] = {}
 
     def on_half(self, event: HalfEvent) -> None:
         if isinstance(event, DecodeOrdered):
@@ -46,8 +62,19 @@ class DecodeAdapterState(AdapterState):
             early = self.early.pop((event.order.order_id, author_id), None)
             if early is not None:
                 self._hear(author_id, early)
-        elif not isinstance(event, PromptOrdered) and isinstance(event.message, PrefillResult):
+        elif isinstance(event, KvHeard) and isinstance(event.message, PrefillResult):
             self._hear(event.author_id, event.message)
+        elif isinstance(event, KvHeard) and isinstance(event.message, KvPromised):
+            self._hear_promise(event.author_id, event.message)
+
+    def _hear_promise(self, author_id: str, promised: KvPromised) -> None:
+        """One that comes before its order is passed over: the result will do."""
+        request = self.requests.get(promised.order_id)
+        if request is None or request.sequence.result is not None:
+            return
+        if author_id == request.order.prefill_worker_id:
+            self.promises.setdefault(promised.order_id, _Promise(promised.engine_kv))
+            self.advance(request)
 
     def _hear(self, author_id: str, result: PrefillResult) -> None:
         request = self.requests.get(result.order_id)
@@ -64,13 +91,38 @@ class DecodeAdapterState(AdapterState):
 
     def advance(self, request: AdaptedRequest) -> None:
         sequence = request.sequence
-        if not sequence.taken or sequence.result is None:
+        if not sequence.taken:
             return
+        if sequence.result is None:
+            self._ask_early(request)
+            return
+        promise = self.promises.pop(sequence.order_id, None)
         self.replay(sequence)
         if sequence.finish_reason:
             self.finish(request)
-        else:
+        elif promise is None or not promise.asked:
             self.ask(request)
+        else:
+            for event in promise.held:
+                if sequence.order_id in self.requests:
+                    self.heard(request, event)
+
+    def _ask_early(self, request: AdaptedRequest) -> None:
+        promise = self.promises.get(request.order.order_id)
+        if promise is None or promise.asked or not self._kv_params(request):
+            return
+        # An answer that was begun elsewhere may be over already, which shows when it is replayed. A gateway sends a
+        # request once, whatever becomes of the KV.
+        if not request.sequence.replay and not request.forwarded:
+            promise.asked = True
+            self.prompts_overlapped += 1
+            self.ask(request)
+
+    def heard(self, request: AdaptedRequest, event: TokensHeard) -> None:
+        if request.sequence.result is None:
+            self.promises[event.order_id].held.append(event)
+        else:
+            super().heard(request, event)
 
     def body(self, request: AdaptedRequest) -> dict[str, Any]:
         body, params = super().body(request), self._kv_params(request)
@@ -79,8 +131,7 @@ class DecodeAdapterState(AdapterState):
     def _kv_params(self, request: AdaptedRequest) -> dict[str, Any]:
         """The place of the prompt's KV; {}: the engine finds it by itself, or computes it."""
         sequence = request.sequence
-        assert sequence.result is not None, sequence.order_id
-        kept = sequence.result.engine_kv
+        kept = (sequence.result or self.promises[sequence.order_id]).engine_kv
         # KV of fewer or more tokens than are sent would be taken for theirs.
         if kept is None or kept.tokens != len(sequence.prompt) + len(sequence.replay):
             return {}
@@ -92,15 +143,21 @@ class DecodeAdapterState(AdapterState):
         sequence.ready_wall_ns = self.wall_ns
 
     def computes_prompt(self, request: AdaptedRequest) -> bool:
-        return request.asked_ns is not None and not request.drawing
+        waits = request.asked_ns is None or request.sequence.result is None
+        return not waits and not request.drawing
 
     def broke(self, request: AdaptedRequest, event: AnswerBroke) -> None:
         """An engine that cannot have the KV computes the prompt itself: asked once more, it is not told of any."""
+        order_id = request.order.order_id
+        if request.sequence.result is None:
+            request.asked_ns = None
+            self.promises[order_id] = _Promise(EngineKv())  # no other one of this order counts
+            return
         for_now = event.refusal is not None and event.refusal.status in FOR_NOW
         if request.drawing or for_now or request.forwarded or not self._kv_params(request):
             super().broke(request, event)
         else:
-            self.recomputed.add(request.sequence.order_id)
+            self.recomputed.add(order_id)
             self.ask(request, event.reason)
 
     def failure(self, request: AdaptedRequest) -> type[PrefillFailed | DecodeFailed]:
@@ -109,6 +166,7 @@ class DecodeAdapterState(AdapterState):
     def forget(self, order_id: str) -> None:
         super().forget(order_id)
         self.recomputed.discard(order_id)
+        self.promises.pop(order_id, None)
 
     def heartbeat(self, obeyed_seq: int) -> WorkerHeartbeat:
         lacking = [order_id for order_id, one in self.requests.items() if one.sequence.result is None]

@@ -10,15 +10,17 @@ from prometheus_client.registry import Collector
 
 from halfmoon.bus.telemetry.metrics import counter, gauge
 from halfmoon.workers.adapters.mirror import EngineMirror
+from halfmoon.workers.adapters.state import AdapterState
 
 
 class AdapterMetrics(Collector):
-    """Counts of an engine's KV events, of our blocks in them, and of prompts that a decode engine computed again."""
+    """Counts of an engine's KV events, of our blocks in them, and of prompts that another engine computed."""
 
-    def __init__(self, mirror: EngineMirror, prompts_recomputed: Callable[[], int]) -> None:
-        self._mirror, self._prompts_recomputed = mirror, prompts_recomputed
+    def __init__(self, mirror: EngineMirror, state: Callable[[], AdapterState]) -> None:
+        self._mirror, self._state = mirror, state
 
     def collect(self) -> Iterable[Metric]:
+        state = self._state()
         counts, passed = self._mirror.reader.counts, self._mirror.blocks.passed_over
         told: dict[Any, float] = {(what,): count for what, count in sorted(counts.items())}
         yield counter("halfmoon_engine_events", "Batches of the engine's KV events.", ("what",), told)
@@ -34,5 +36,11 @@ class AdapterMetrics(Collector):
             "halfmoon_engine_prompts_recomputed",
             "Prompts that it computed because it could not have their KV from the engine that had.",
             (),
-            {(): self._prompts_recomputed()},
+            {(): state.prompts_recomputed},
+        )
+        yield counter(
+            "halfmoon_engine_prompts_overlapped",
+            "Prompts whose KV it was asked to get while another engine computed them.",
+            (),
+            {(): state.prompts_overlapped},
         )

@@ -4,25 +4,34 @@ engine. Pure.
 ::
 
     order ─▶ its tokens ─▶ asked for one token ─▶ PrefillResult to the decode adapter, PrefillFinished
-                                          └─ broke off: PrefillFailed
+                                    │     └─ broke off: PrefillFailed
+                                    └─ it is the engine's next one: KvPromised to the decode adapter
+
+A promise needs a connector that takes names from us (`HalfmoonConnector`), as the engine's first answer shows. Then the
+decode engine is asked while the prompt is computed, and the KV of each layer comes as soon as it is there.
 """
 
 # The token that the engine draws goes to nobody: the decode engine draws the first one again, from the KV of the whole
 # prompt but its last token, and all that follow. So the text, its log probabilities and its seed are one engine's. The
 # price is one decode step more before the first token. The other way is an answer in which two engines draw: where they
 # do not compute alike, or draw with a temperature, the second token would follow another first one than the client's.
+#
+# Only the prompt that was asked for first is promised: engines compute prompts in that order. Those behind it may wait
+# for long, and a decode engine that was asked keeps room in its cache for all of the prompt.
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from halfmoon.schemas.decisions import StartDecode, StartPrefill
 from halfmoon.schemas.events import DecodeFailed, PrefillFailed
-from halfmoon.schemas.kv import EngineKv
-from halfmoon.workers.adapters.actions import TellDecode
-from halfmoon.workers.adapters.completion import prefill_body_of
+from halfmoon.schemas.kv import KV_ORDER, EngineKv, KvPromised
+from halfmoon.workers.adapters.actions import Action, TellDecode
+from halfmoon.workers.adapters.completion import named_place, prefill_body_of
 from halfmoon.workers.adapters.engine_blocks import salt_of
-from halfmoon.workers.adapters.events import PromptOrdered, TokensHeard
+from halfmoon.workers.adapters.events import Event, PromptOrdered, TokensHeard
 from halfmoon.workers.adapters.state import AdaptedRequest, AdapterState, HalfEvent
 from halfmoon.workers.machines import Report
 
@@ -32,12 +41,47 @@ class PrefillAdapterState(AdapterState):
 
     draws = False
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        #: Where the KV of the last prompt was, by the engine; {}: its connector takes no names.
+        self.place: dict[str, Any] = {}
+        #: Orders whose KV the engine was given a name for, in the order in which it was asked.
+        self.named: list[str] = []
+        self.promised = ""
+
+    def on(self, event: Event) -> list[Action]:
+        actions = super().on(event)
+        if self.named and self.named[0] != self.promised:
+            self.promised = self.named[0]
+            actions.append(self._promise(self.requests[self.promised]))
+        return actions
+
+    def _promise(self, request: AdaptedRequest) -> TellDecode:
+        order = request.order
+        place = self.place | {KV_ORDER: self._kv_name(order.order_id)}
+        told = KvPromised(
+            order_id=order.order_id,
+            request_id=order.request_id,
+            engine_kv=EngineKv(params=msgspec.json.encode(place).decode(), tokens=_tokens(request)),
+        )
+        return TellDecode(order.worker_id, told)
+
+    def _kv_name(self, order_id: str) -> str:
+        """An engine outlives logs, and knows names for a while: another log's orders have others."""
+        return f"{order_id}-{self.incarnation}"
+
     def on_half(self, event: HalfEvent) -> None:
         if isinstance(event, PromptOrdered):
             self.begin(_as_decode(event.order))
 
     def advance(self, request: AdaptedRequest) -> None:
         self.ask(request)
+
+    def ask(self, request: AdaptedRequest, computes_again: str = "") -> None:
+        super().ask(request, computes_again)
+        order_id = request.order.order_id
+        if self.place and order_id in self.requests:
+            self.named.append(order_id)
 
     def body(self, request: AdaptedRequest) -> dict[str, Any]:
         sequence = request.sequence
@@ -47,6 +91,7 @@ class PrefillAdapterState(AdapterState):
             sequence.prompt,
             sequence.replay,
             sequence.sampling,
+            self._kv_name(sequence.order_id) if self.place else "",
         )
 
     def heard(self, request: AdaptedRequest, event: TokensHeard) -> None:
@@ -55,14 +100,25 @@ class PrefillAdapterState(AdapterState):
             reason = f"the engine ended it by {event.finish_reason!r} after {len(event.tokens)} tokens"
             self.fail(request, reason, retryable=True)
             return
-        kept = EngineKv(params=event.kv_params, tokens=len(sequence.prompt) + len(sequence.replay))
+        self.place = named_place(event.kv_params)
+        kept = EngineKv(params=event.kv_params, tokens=_tokens(request))
         told = self.prefilled(request, event.tokens[0], kept)
         assert sequence.result is not None, told
         self.out += [TellDecode(sequence.order.worker_id, sequence.result), Report(told)]
         self.forget(sequence.order_id)
 
+    def forget(self, order_id: str) -> None:
+        super().forget(order_id)
+        if order_id in self.named:
+            self.named.remove(order_id)
+
     def failure(self, request: AdaptedRequest) -> type[PrefillFailed | DecodeFailed]:
         return PrefillFailed
+
+
+def _tokens(request: AdaptedRequest) -> int:
+    """Those that the engine computes: the prompt, and what its client has of the answer."""
+    return len(request.sequence.prompt) + len(request.sequence.replay)
 
 
 def _as_decode(order: StartPrefill) -> StartDecode:

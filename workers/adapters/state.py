@@ -113,6 +113,8 @@ class AdapterState:
         self.out: list[Action] = []
         #: Those whose KV the engine could not have from the one that computed it.
         self.prompts_recomputed = 0
+        #: Those whose decode engine was asked before they were computed.
+        self.prompts_overlapped = 0
         self.engine_model, self._eos_ids = engine_model, worker.eos_ids
 
     def on(self, event: Event) -> list[Action]:

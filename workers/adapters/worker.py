@@ -27,7 +27,7 @@ from halfmoon.schemas.decisions import (
     StartPrefill,
 )
 from halfmoon.schemas.events import StoreJoined
-from halfmoon.schemas.kv import KvMessage, PrefillResult
+from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.schemas.weights import PrefixCacheReset, ResetPrefixCache
@@ -187,9 +187,9 @@ class AdapterWorker(Worker):
                 self._asking[action.order_id] = task
                 task.add_done_callback(functools.partial(self._asked, action.order_id))
             case TellDecode():
-                kind, result = PrefillResult.__name__, action.result
+                told, kind = action.message, type(action.message).__name__
                 subject = subjects.kv(action.decode_worker_id, kind, self.config.worker_id)
-                self.bus.publish_soon(subject, result, message_id=f"{result.order_id}-result")
+                self.bus.publish_soon(subject, told, message_id=f"{told.order_id}-{kind}")
             case HangUp():
                 asking = self._asking.pop(action.order_id, None)
                 if asking is not None:

@@ -32,7 +32,15 @@ from typing import assert_never
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.events import DecodeFailed, DecodeRefused, DecodeStarted, RequestFinished
-from halfmoon.schemas.kv import KvLoaded, KvMessage, KvReady, PrefillResult, TransferFailed, TransferOpened
+from halfmoon.schemas.kv import (
+    KvLoaded,
+    KvMessage,
+    KvPromised,
+    KvReady,
+    PrefillResult,
+    TransferFailed,
+    TransferOpened,
+)
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import TakeReply
@@ -179,7 +187,11 @@ class Orders:
 
     def _on_kv(self, sequence: DecodeSequence, author_id: str, message: KvMessage) -> None:
         order = sequence.order
-        told_by = order.prefill_worker_id if isinstance(message, PrefillResult) else order.prefill_node_id
+        told_by = (
+            order.prefill_worker_id
+            if isinstance(message, PrefillResult | KvPromised)
+            else order.prefill_node_id
+        )
         # Every store agent and every prefill worker may write to this worker, and knows its orders.
         # "" is an order of an older log, which does not name the two.
         if told_by not in ("", author_id):
@@ -198,6 +210,8 @@ class Orders:
             case TransferFailed():
                 self._fail(sequence, f"transfer: {message.reason}", retryable=True)
                 return
+            case KvPromised():
+                pass  # the PrefillResult after it ends the order
             case KvLoaded():
                 raise AssertionError(message)
             case _:
