@@ -32,15 +32,7 @@ from typing import assert_never
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.events import DecodeFailed, DecodeRefused, DecodeStarted, RequestFinished
-from halfmoon.schemas.kv import (
-    KvLoaded,
-    KvMessage,
-    KvPromised,
-    KvReady,
-    PrefillResult,
-    TransferFailed,
-    TransferOpened,
-)
+from halfmoon.schemas.kv import KvMessage, KvReady, PrefillResult, TransferFailed, TransferOpened
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import TakeReply
@@ -59,6 +51,8 @@ from halfmoon.workers.model.block_allocator import BlockAllocator
 EARLY_ORDERS_MAX = 256
 #: A request that ends with its first token lets the last layers of its KV arrive (they join the pool).
 LAST_LAYERS_NS = SECOND_NS // 2
+#: The KV progress that counts here: a fetch is waited for as a whole, and a promise is of KV between engines.
+OfDecode = TransferOpened | KvReady | TransferFailed | PrefillResult
 
 
 class Orders:
@@ -99,7 +93,7 @@ class Orders:
         self.pushing: dict[str, DecodeSequence] = {}
         self.finished = FinishedOrders()
         #: By order, each with its author.
-        self.early: OrderedDict[str, list[tuple[str, KvMessage]]] = OrderedDict()
+        self.early: OrderedDict[str, list[tuple[str, OfDecode]]] = OrderedDict()
         #: The compute thread waits for Wake.
         self.asleep = True
         self.stopped = False
@@ -171,8 +165,7 @@ class Orders:
 
     def hear(self, author_id: str, message: KvMessage) -> None:
         """KV progress of an order that is open, or yet to come."""
-        if isinstance(message, KvLoaded):
-            # Progress of a fetch, which is waited for as a whole.
+        if not isinstance(message, OfDecode):
             return
         sequence = self.open.get(message.order_id)
         if sequence is not None:
@@ -180,18 +173,14 @@ class Orders:
         elif message.order_id not in self.finished:
             self._keep_early(author_id, message)
 
-    def _keep_early(self, author_id: str, message: KvMessage) -> None:
+    def _keep_early(self, author_id: str, message: OfDecode) -> None:
         self.early.setdefault(message.order_id, []).append((author_id, message))
         while len(self.early) > EARLY_ORDERS_MAX:
             self.early.popitem(last=False)
 
-    def _on_kv(self, sequence: DecodeSequence, author_id: str, message: KvMessage) -> None:
+    def _on_kv(self, sequence: DecodeSequence, author_id: str, message: OfDecode) -> None:
         order = sequence.order
-        told_by = (
-            order.prefill_worker_id
-            if isinstance(message, PrefillResult | KvPromised)
-            else order.prefill_node_id
-        )
+        told_by = order.prefill_worker_id if isinstance(message, PrefillResult) else order.prefill_node_id
         # Every store agent and every prefill worker may write to this worker, and knows its orders.
         # "" is an order of an older log, which does not name the two.
         if told_by not in ("", author_id):
@@ -210,10 +199,6 @@ class Orders:
             case TransferFailed():
                 self._fail(sequence, f"transfer: {message.reason}", retryable=True)
                 return
-            case KvPromised():
-                pass  # the PrefillResult after it ends the order
-            case KvLoaded():
-                raise AssertionError(message)
             case _:
                 assert_never(message)
         self._advance(sequence)
