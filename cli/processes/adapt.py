@@ -177,7 +177,7 @@ async def _work(
     await say_takes_orders(bus, f"adapter {args.id}")
     registry = process_registry(bus, role=args.role, process_id=args.id, node_id=args.id)
     registry.register(worker.metrics)
-    registry.register(AdapterMetrics(mirror, lambda: worker.state))
+    registry.register(AdapterMetrics(mirror, worker.state))
     try:
         async with shown(args, registry):
             await until_stopped(bus, args.health_file, worker.failed, stop=stop, over=engine.lost)

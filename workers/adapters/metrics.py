@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -16,11 +16,10 @@ from halfmoon.workers.adapters.state import AdapterState
 class AdapterMetrics(Collector):
     """Counts of an engine's KV events, of our blocks in them, and of prompts that another engine computed."""
 
-    def __init__(self, mirror: EngineMirror, state: Callable[[], AdapterState]) -> None:
+    def __init__(self, mirror: EngineMirror, state: AdapterState) -> None:
         self._mirror, self._state = mirror, state
 
     def collect(self) -> Iterable[Metric]:
-        state = self._state()
         counts, passed = self._mirror.reader.counts, self._mirror.blocks.passed_over
         told: dict[Any, float] = {(what,): count for what, count in sorted(counts.items())}
         yield counter("halfmoon_engine_events", "Batches of the engine's KV events.", ("what",), told)
@@ -36,11 +35,11 @@ class AdapterMetrics(Collector):
             "halfmoon_engine_prompts_recomputed",
             "Prompts that it computed because it could not have their KV from the engine that had.",
             (),
-            {(): state.prompts_recomputed},
+            {(): self._state.prompts_recomputed},
         )
         yield counter(
             "halfmoon_engine_prompts_overlapped",
             "Prompts whose KV it was asked to get while another engine computed them.",
             (),
-            {(): state.prompts_overlapped},
+            {(): self._state.prompts_overlapped},
         )
