@@ -147,7 +147,9 @@ class HalfmoonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         tokens = request.num_prompt_tokens
         first = (tokens - num_external_tokens) // self._block_tokens
         ids = blocks.get_block_ids()[0][first : self._blocks(tokens)]
-        self._step.loads.append(KvLoad(request_id, params[KV_ORDER], params[KV_SOURCE], tokens, first, list(ids)))
+        self._step.loads.append(
+            KvLoad(request_id, params[KV_ORDER], params[KV_SOURCE], tokens, first, list(ids))
+        )
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         step, self._step = self._step, Step()
