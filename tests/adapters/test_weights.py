@@ -6,7 +6,6 @@ The engines keep their caches, and note which weights computed each block and wh
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,19 +44,6 @@ def prompts(load: int) -> list[list[int]]:
     return [[*prompt(number % FAMILIES, 2_560), *prompt(100 * load + number, 20)] for number in numbers]
 
 
-async def operated(fleet: FakeFleet, *words: str, status: int = 0) -> str:
-    """The output of a command."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "halfmoon.cli.main", *words, "--cluster", fleet.cluster.name),
-        env=fleet.cluster.environment,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    said, _ = await within(process.communicate(), f"{words} ends")
-    assert process.returncode == status, (words, said)
-    return said.decode()
-
-
 def asked(fleet: FakeFleet) -> list[dict[str, Any]]:
     return [one for engine in fleet.engines.values() for one in engine.asked()]
 
@@ -89,15 +75,15 @@ async def test_no_block_of_the_weights_before_is_read(fleet: FakeFleet, abort: b
             lambda: sum(one["drawn"] == DRAWN // 2 for one in asked(fleet)) >= len(running_ones),
             "all are in mid answer",
         )
-    pausing = asyncio.ensure_future(operated(fleet, "pause", *(["--abort"] if abort else [])))
-    await eventually(paused(fleet), "placements are paused", every_s=0.05)
+    pausing = asyncio.ensure_future(fleet.operated("pause", *(["--abort"] if abort else [])))
+    await fleet.paused()
     waiting_ones = loaded(fleet, number + 2)
     assert "no worker has an order" in await pausing
     await eventually(lambda: all(one["end"] for one in asked(fleet)), "no engine computes")
     fleet.fault("let go")
     marks = {name: len(engine.asked()) for name, engine in fleet.engines.items()}
     fleet.fault("weights", version=version)
-    await operated(fleet, "resume", "--weight-version", version)
+    await fleet.operated("resume", "--weight-version", version)
     await all_said(running_ones, number + 1)
     await all_said(waiting_ones, number + 2)
     after = [one for name, engine in fleet.engines.items() for one in engine.asked()[marks[name] :]]
@@ -122,31 +108,24 @@ async def found_again(fleet: FakeFleet, ids: list[int], at: str) -> None:
     assert (order.worker_id, order.local_blocks, said["usage"]["cached_tokens"]) == (at, PROMPT_BLOCKS, 2_560)
 
 
-def paused(fleet: FakeFleet) -> Any:
-    async def look() -> bool:
-        return bool((await fleet.cluster.all_conductors(1))[0].paused)
-
-    return look
-
-
 async def test_a_cache_that_is_reset_is_empty_at_the_engine_and_in_the_conductors(fleet: FakeFleet) -> None:
     ids = prompt(400)
     at = (await fleet.cold(ids, blocks=PROMPT_BLOCKS))["decode_worker"]
-    assert "halfmoon pause first" in await operated(fleet, "reset-prefix-cache", status=1)
-    await operated(fleet, "pause")
-    assert "placements are paused" in await operated(fleet, "status")
+    assert "halfmoon pause first" in await fleet.operated("reset-prefix-cache", status=1)
+    await fleet.operated("pause")
+    assert "placements are paused" in await fleet.operated("status")
     fleet.fault("dev mode", on=False)
-    assert "VLLM_SERVER_DEV_MODE" in await operated(fleet, "reset-prefix-cache", at, status=1)
+    assert "VLLM_SERVER_DEV_MODE" in await fleet.operated("reset-prefix-cache", at, status=1)
     fleet.fault("dev mode", on=True)
-    assert "vllm-9: no adapter" in await operated(fleet, "reset-prefix-cache", "vllm-9", status=1)
-    said = await operated(fleet, "reset-prefix-cache")
+    assert "vllm-9: no adapter" in await fleet.operated("reset-prefix-cache", "vllm-9", status=1)
+    said = await fleet.operated("reset-prefix-cache")
     assert {line.partition(":")[0] for line in said.splitlines()} == set(fleet.names)
     for each in fleet.names:
         await fleet.known(0, each)
-    too_long = await operated(fleet, "resume", "--weight-version", "v" * 513, status=1)
+    too_long = await fleet.operated("resume", "--weight-version", "v" * 513, status=1)
     assert "length <= 512" in too_long
     assert (await fleet.cluster.all_conductors(1))[0].paused
-    await operated(fleet, "resume")
+    await fleet.operated("resume")
     cold = await fleet.cold(ids, blocks=PROMPT_BLOCKS)
     assert fleet.engines[cold["decode_worker"]].asked()[-1]["cached"] == 0
     # What it stores after it counts, also when its own word of the reset comes late.

@@ -475,6 +475,7 @@ def test_wrong_input_is_one_line_that_names_it(
 
 
 @pytest.mark.slow
+@pytest.mark.pure
 def test_the_conversation_trace_fits_this_models_context() -> None:
     trace = read_trace(Path(__file__).parents[2] / "benchmarks/traces/conversation_trace.jsonl.zst")
     assert fitting_scale(trace, 8192) == 16

@@ -143,7 +143,9 @@ class RealEngine:
 
 
 @contextlib.contextmanager
-def real_engine(log: Path, core: int, *more: str, **environment: str) -> Iterator[RealEngine]:
+def real_engine(
+    log: Path, core: int, *more: str, model: str = MODEL, **environment: str
+) -> Iterator[RealEngine]:
     with HeldPorts(count=3) as port:
         events = {
             "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port + 1}",
@@ -154,7 +156,7 @@ def real_engine(log: Path, core: int, *more: str, **environment: str) -> Iterato
         # No seed: each engine names its blocks by numbers of its own, and ours are the same for all that.
         bound = f"{core % (os.cpu_count() or 1)}"
         environment = {"VLLM_CPU_OMP_THREADS_BIND": bound, **environment}
-        with served(PROGRAM, MODEL, log, port, *words, **environment) as process:
+        with served(PROGRAM, model, log, port, *words, **environment) as process:
             events_at, replay_at = (f"tcp://127.0.0.1:{port + more}" for more in (1, 2))
             yield RealEngine(f"http://127.0.0.1:{port}", events_at, replay_at, process)
 
@@ -198,20 +200,22 @@ def counted(url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{first}{{") and label in line)
 
 
-def asked(url: str, prompt: str | list[int], *, stream: bool = False) -> urllib.request.Request:
-    """A greedy completion of 24 tokens, with their ids."""
+def asked(
+    url: str, prompt: str | list[int], tokens: int = 24, *, stream: bool = False
+) -> urllib.request.Request:
+    """A greedy completion of so many tokens, with their ids."""
     body = {
-        "prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True, "stream": stream,
+        "prompt": prompt, "max_tokens": tokens, "temperature": 0, "return_token_ids": True, "stream": stream,
     }  # fmt: skip
     headers = {"Content-Type": "application/json"}
     return urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
 
 
-def told(url: str, prompt: str | list[int]) -> list[int]:
+def told(url: str, prompt: str | list[int], tokens: int = 24) -> list[int]:
     """The answer's tokens."""
-    with urllib.request.urlopen(asked(url, prompt), timeout=START_S) as answer:
-        tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
-    return tokens
+    with urllib.request.urlopen(asked(url, prompt, tokens), timeout=START_S) as answer:
+        said: list[int] = json.load(answer)["choices"][0]["token_ids"]
+    return said
 
 
 def stored(url: str, blocks: int) -> float:
