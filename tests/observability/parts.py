@@ -27,10 +27,12 @@ from halfmoon.store.agent.metrics import StoreMetrics
 from halfmoon.store.config import StoreConfig
 from halfmoon.workers.adapters.metrics import AdapterMetrics
 from halfmoon.workers.adapters.mirror import EngineMirror
+from halfmoon.workers.adapters.state import AdapterState
 from halfmoon.workers.decode.worker import DecodeWorker
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.log_health import LogHealth
 from halfmoon.workers.frontend.metrics import FrontendMetrics, LogDisk
+from halfmoon.workers.machines import WorkerFacts
 from halfmoon.workers.model.loading.files import load_config
 from halfmoon.workers.model.null_engine import NullEngine
 from halfmoon.workers.prefill.worker import PrefillWorker
@@ -133,7 +135,9 @@ async def processes(url: str, scratch: Path) -> AsyncIterator[dict[str, Collecto
             block_tokens=256, cache_tokens=1024, cache_blocks=64, events="", replay="", topic=""
         )
         registries["mixed"] = process_registry(await bus("a"), role="mixed", process_id="a", node_id="a")
-        registries["mixed"].register(AdapterMetrics(mirror, lambda: 0))
+        facts = WorkerFacts(worker_id="a", incarnation="i", layout=NULL, kv_blocks=8, eos_ids=frozenset())
+        state = AdapterState(facts, CostProfile(), engine_model="e")
+        registries["mixed"].register(AdapterMetrics(mirror, state))
         of_frontend = process_registry(one := await bus("f"), role="frontend", process_id="f")
         registries["frontend"] = FrontendMetrics(MODEL, of_frontend).registry
         seeing = FrontendConfig(frontend_id="f", model=MODEL, log_directory=str(scratch))
