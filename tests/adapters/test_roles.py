@@ -116,7 +116,14 @@ async def test_connectors_that_name_no_place_and_those_that_take_names(fleet: Fa
     assert answered["body"]["kv_transfer_params"] == computed["kept"]
     assert computed["body"]["kv_transfer_params"]["halfmoon_order"] == computed["kept"]["halfmoon_order"]
     assert (answered["cached"], answered["drawn"]) == (len(ids) - 1, 8)
+
+    # One that takes names no more: what was promised of the next prompt is not there, and is asked for as usual.
     fleet.fault("connector", on=True)
+    with fleet.refusing(503, PREFILL[1]):
+        said = await fleet.ask(prompt(62))
+    assert said["token_ids"] == answer(prompt(62), 4)
+    early, again = fleet.engines[said["decode_worker"]].asked()[-2:]
+    assert (early["end"], again["cached"]) == ("not fetched", PROMPT_TOKENS - 1)
 
 
 @pytest.mark.parametrize("status", [400, 500])
