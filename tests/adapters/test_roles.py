@@ -104,7 +104,7 @@ async def test_connectors_that_name_no_place_and_those_that_take_names(fleet: Fa
     with fleet.refusing(503, PREFILL[1]):
         assert (await fleet.ask(prompt(60)))["token_ids"] == answer(prompt(60), 4)
         fleet.engines[PREFILL[0]].fault("hold", after=0)
-        ids, after = prompt(61, 2_594), await fleet.last_seq()
+        ids, after = prompt(61, 2_600), await fleet.last_seq()
         answering = asyncio.ensure_future(fleet.ask(ids, 8))
         at = await asking(fleet, DECODE, len(ids))
         assert fleet.engines[PREFILL[0]].asked()[-1]["end"] == ""
