@@ -74,6 +74,9 @@ CONSUMER_VERBS = (
     *("CONSUMER.MSG.NEXT", "CONSUMER.LEADER.STEPDOWN", "CONSUMER.RESET", "CONSUMER.UNPIN", "DIRECT.GET"),
 )
 ELSEWHERE = (
+    # A part too few or too many, or of other words than the document's.
+    *("halfmoon.decisions.prefill-0.StartPrefill", "halfmoon.decisions.decode-0.StartDecode.x"),
+    *("halfmoon.kv.decode-0.PrefillResult", "halfmoon.snapshots.1.x.head"),
     *("$JS.API.INFO", "$JS.API.STREAM.NAMES", "$JS.API.STREAM.LIST", "$JS.API.STREAM.TEMPLATE.CREATE.x"),
     *("$JS.API.SERVER.REMOVE", "$JS.API.META.LEADER.STEPDOWN", "$JS.API.ACCOUNT.PURGE.$G"),
     *("$JS.API.ACCOUNT.STREAM.MOVE.$G.EVENTS", "$JS.API.ACCOUNT.STREAM.CANCEL_MOVE.$G.EVENTS"),
@@ -117,6 +120,7 @@ WIDE = (
         for plane in ("take", "tokens", "resend", "hold", "give")
         for name in ("*", *IDS)
     ),
+    *(f"halfmoon.give.*.{name}" for name in IDS),
     *(f"halfmoon.{plane}.*.x" for plane in ("events", "decisions", "kv", "store", "inbox", "give", "take")),
     *(
         f"halfmoon.{plane}.{name}.>"

@@ -1,5 +1,5 @@
-"""Three real nats-servers with the permissions of `halfmoon secrets`: who may say what, and a server that
-ends.
+"""Three real nats-servers with the credentials of `halfmoon secrets`: who gets a connection, what is believed of whom,
+and a server that ends. Which subjects each may use is in `test_permission_table.py`.
 """
 
 from __future__ import annotations

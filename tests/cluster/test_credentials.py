@@ -86,7 +86,7 @@ def test_another_state_directory_has_no_key(cluster: Cluster, tmp_path: Path) ->
 
 
 async def test_each_process_speaks_for_itself_only(cluster: Cluster) -> None:
-    """With the permissions of a cluster of containers (`tests/bus/test_permissions.py`)."""
+    """With the permissions of a cluster of containers (`tests/bus/test_permission_table.py`)."""
     refused: list[str] = []
 
     async def note(problem: Exception) -> None:

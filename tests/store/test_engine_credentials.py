@@ -25,6 +25,8 @@ def test_engines_move_kv_and_share_blocks_by_their_own_credentials(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     servers = ServerCluster.start(tmp_path, ["127.0.0.1"])
+    # Who moves blocks between nodes knows the cluster's secret: an engine's agent, and not the engine.
+    assert [(tmp_path / role / "secret").exists() for role in ("engine", "store")] == [False, True]
     try:
         asyncio.run(moved_and_shared(servers))
     finally:
