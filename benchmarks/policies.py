@@ -24,11 +24,10 @@ from typing import Any, NamedTuple, get_args
 from clusters import finish, parsed, parser
 
 from benchmarks.workloads import KINDS, SESSIONS_KINDS
-from halfmoon.conductor.simulation.options import RunOptions
+from halfmoon.conductor.simulation.options import ClusterShape, RunOptions
 from halfmoon.conductor.simulation.profiles import PROFILES
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy, PolicyName
 
 RIVALS: tuple[PolicyName, ...] = ("mooncake", "lmetric", "dynamo", "sticky")

@@ -19,12 +19,11 @@ from policies import PROFILE, WORKERS
 
 from benchmarks.workloads import KINDS
 from halfmoon.conductor.simulation.capacity import HELD_MIN, Runs
-from halfmoon.conductor.simulation.options import RunOptions
+from halfmoon.conductor.simulation.options import ClusterShape, RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import PROFILES
 from halfmoon.conductor.simulation.report import Objectives
 from halfmoon.conductor.simulation.simulate import simulate
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.numbers import MS_NS, SECOND_NS
 from halfmoon.schemas.policy import Policy, PolicyName
 

@@ -21,9 +21,10 @@ from halfmoon.conductor.replay.logfile import FORMAT, Header, Line, LogFile, Log
 from halfmoon.conductor.replay.page import page
 from halfmoon.conductor.replay.timeline import timeline
 from halfmoon.conductor.replay.verify import Replay, verify
+from halfmoon.conductor.simulation.options import ClusterShape
 from halfmoon.conductor.simulation.profiles import load_profile
 from halfmoon.conductor.simulation.trace import Arrival, faster, read_trace
-from halfmoon.conductor.simulation.world import ClusterShape, World
+from halfmoon.conductor.simulation.world import World
 from halfmoon.schemas.policy import Policy
 
 TRACE = ROOT / "benchmarks" / "traces" / "conversation_trace.jsonl.zst"

@@ -1,5 +1,5 @@
 """A slice of the conversation trace on a real cluster, and the same slice simulated; and how well TTFT and
-TBT were predicted, live and simulated.
+TBT were predicted, live and simulated: of a prefill and a decode worker, and of two mixed workers.
 
 Lengths are scaled down (a block of 512 tokens of the trace is one of 16 here), so that SmolLM2 on a CPU keeps
 up. Every other request calibrates: prefill costs are refitted from those alone, as the conductor does it;
@@ -25,14 +25,14 @@ from halfmoon.cli.bench.driver import Driver, Limits
 from halfmoon.cli.bench.workload import Texts, traced
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.state.cost import prefill_fit, refit_prefill
+from halfmoon.conductor.simulation.options import ClusterShape
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import error
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import StartPrefill
+from halfmoon.schemas.decisions import StartMixed, StartPrefill
 from halfmoon.schemas.events import (
     ClusterConfigured,
     PrefillFinished,
@@ -42,9 +42,12 @@ from halfmoon.schemas.events import (
     StoreJoined,
     WorkerJoined,
 )
+from halfmoon.schemas.roles import ROLES
 
 SCALE = 32
 BLOCK_TOKENS = 512 // SCALE
+#: Clusters of as many processes that compute.
+SHAPES = {"1 prefill + 1 decode": {"prefill": "1", "decode": "1"}, "2 mixed": {"mixed": "2"}}
 
 
 async def drive(config: BusConfig, arrivals: list[Arrival], speed: float) -> list[dict[str, Any]]:
@@ -94,7 +97,7 @@ def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]
     core, predicted = Core(), {}
     for stamped in log:
         for decision in core.step(stamped):
-            if isinstance(decision, StartPrefill):
+            if isinstance(decision, StartPrefill | StartMixed):
                 predicted[decision.request_id] = decision.predicted
     by_id = {answer["id"]: answer for answer in answers}
     world = {
@@ -104,17 +107,17 @@ def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]
     }
     worker, layout = world[WorkerJoined], world[StoreJoined].layout
     roles = [s.event.role for s in log if isinstance(s.event, WorkerJoined)]
-    costs = {worker.role: worker.cost for worker in core.state.workers.values()}
-    costs["prefill"] = refitted(worker.profile, arrived[::2], prefilled)
+    steps = next(one.cost for one in core.state.workers.values() if "batch" in ROLES[one.role].duties)
+    prompts = refitted(worker.profile, arrived[::2], prefilled)
     profile = Profile(
         name="calibrated",
         cost=CostProfile(
-            prefill_base_ns=costs["prefill"].prefill_base_ns,
-            prefill_per_token_ps=costs["prefill"].prefill_per_token_ps,
-            prefill_per_token2_fs=costs["prefill"].prefill_per_token2_fs,
-            decode_base_ns=costs["decode"].decode_base_ns,
-            decode_per_sequence_ns=costs["decode"].decode_per_sequence_ns,
-            decode_per_context_token_ps=costs["decode"].decode_per_context_token_ps,
+            prefill_base_ns=prompts.prefill_base_ns,
+            prefill_per_token_ps=prompts.prefill_per_token_ps,
+            prefill_per_token2_fs=prompts.prefill_per_token2_fs,
+            decode_base_ns=steps.decode_base_ns,
+            decode_per_sequence_ns=steps.decode_per_sequence_ns,
+            decode_per_context_token_ps=steps.decode_per_context_token_ps,
         ),
         layers=layout.layers,
         kv_heads=layout.kv_heads,
@@ -144,7 +147,11 @@ def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]
     report = simulate(
         arrivals,
         ClusterShape(
-            prefill=roles.count("prefill"), decode=roles.count("decode"), block_tokens=layout.block_tokens
+            prefill=roles.count("prefill"),
+            decode=roles.count("decode"),
+            mixed=roles.count("mixed"),
+            token_budget=worker.token_budget,
+            block_tokens=layout.block_tokens,
         ),
         world[ClusterConfigured].policy,
         profile,
@@ -214,21 +221,22 @@ def main() -> None:
             for place, arrival in enumerate(slice_)
         ]
     runs = []
-    for _ in range(args.runs):
+    # By turns, so that both have the machine's good and bad minutes.
+    for shape in [shape for _ in range(args.runs) for shape in SHAPES]:
+        words = [word for role, count in SHAPES[shape].items() for word in (f"--{role}", count)]
         with (
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-            cluster(
-                "--block-tokens", str(BLOCK_TOKENS), "--numerics", "fast", "--prefill", "1", "--decode", "1"
-            ) as addresses,
+            cluster("--block-tokens", str(BLOCK_TOKENS), "--numerics", "fast", *words) as addresses,
         ):
             answers = runner.run(drive(bus_config(addresses), slice_, args.speed))
             runner.run(asyncio.sleep(1.0))  # the last events
-            runs.append(compare(runner.run(read_log(bus_config(addresses))), answers))
+            found = compare(runner.run(read_log(bus_config(addresses))), answers)
+            runs.append({"cluster": shape, **found})
     lines = []
     for run in runs:
         mean, live = run["mean_ttft_ms"], run["live_prediction_error"]
         lines.append(
-            f"mean TTFT of {run['compared']} requests: live {mean['live']:.0f} ms, simulated "
+            f"{run['cluster']}: mean TTFT of {run['compared']} requests: live {mean['live']:.0f} ms, simulated "
             f"{mean['simulated']:.0f} ms ({mean['off']:+.0%})"
         )
         lines.append(

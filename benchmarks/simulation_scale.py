@@ -18,11 +18,10 @@ from typing import Any
 from clusters import ROOT, finish, parsed, parser
 
 from benchmarks.papers.plots import curves
-from halfmoon.conductor.simulation.options import RunOptions
+from halfmoon.conductor.simulation.options import ClusterShape, RunOptions
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import copies, read_trace
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy
 
 #: Requests between two lines of progress.

@@ -6,6 +6,7 @@ the formulas here. Integers only, so that every process computes the same predic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfmoon.schemas.types import Bytes, Count, Ns, Part
@@ -58,6 +59,18 @@ class CostProfile(Part, frozen=True):
             + self.decode_per_sequence_ns * sequences
             + self.decode_per_context_token_ps * context_tokens // 1_000
         )
+
+    def iteration_ns(self, chunks: Sequence[tuple[int, int]], sequences: int, context_tokens: int) -> int:
+        """Time of one iteration of a mixed worker. The base counts once, for weights are read once.
+
+        `chunks` of prompts are each (tokens before it, its tokens); each of `sequences` has one token more.
+        """
+        took_ns = self.prefill_base_ns if chunks else self.decode_base_ns
+        for start, tokens in chunks:
+            took_ns += self.prefill_ns(start + tokens, start) - self.prefill_base_ns
+        if sequences:
+            took_ns += self.step_ns(sequences, context_tokens) - self.decode_base_ns
+        return took_ns
 
     def linear_ns(self, groups: int, rows: int) -> int:
         """Time of all but attention in one decode step of `rows` in `groups` groups."""

@@ -9,11 +9,11 @@ import pytest
 
 from halfmoon.cli.declared import options_of
 from halfmoon.cli.options import OptionInvalid
-from halfmoon.cli.processes.mixed import largest_budget
 from halfmoon.cli.up import add, count_nodes
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.options import WorkerOptions
+from halfmoon.workers.token_budget import largest_budget
 
 MS = 1_000_000
 #: 1 ms a token, and 1 ms of each 1,000 tokens before them; a step of 16 takes 10 + 16 ms.

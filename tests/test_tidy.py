@@ -45,7 +45,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "conductor.core": {"conductor.core.placement", "conductor.core.state", "schemas"},
     "conductor.plugins": {"conductor.core.placement", "schemas"},
     "conductor.log_reading": {"bus", "conductor.code_version", "conductor.core", "schemas"},
-    "conductor.simulation": {"conductor.core", "conductor.core.state", "schemas"},
+    "conductor.simulation": {
+        "conductor.core",
+        "conductor.core.state",
+        "schemas",
+        "workers.batch_former",
+        "workers.token_budget",
+    },
     "conductor.replay": {
         "bus",
         "conductor.code_version",

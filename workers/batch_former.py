@@ -19,7 +19,6 @@ overwrites the batch, and the loop over waiting requests never advances.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +34,39 @@ class Room(Protocol):
 
     def leave(self, name: str) -> None:
         """Gives up all that the request has."""
+
+
+class BlockRoom:
+    """Blocks of a paged cache, by number alone: a prompt's when it enters, one more as a sequence grows into it."""
+
+    def __init__(self, blocks: int, block_tokens: int, *, spare_blocks: int = 0) -> None:
+        """`spare_blocks` stay free when a request enters and others are in, so that these can grow."""
+        self.blocks, self.block_tokens, self.spare_blocks = blocks, block_tokens, spare_blocks
+        self.free = blocks
+        self._tokens: dict[str, int] = {}
+
+    def enter(self, name: str, tokens: int) -> int | None:
+        needed = self._blocks_of(tokens)
+        if needed + (self.spare_blocks if self._tokens else 0) > self.free:
+            return None
+        self.free -= needed
+        self._tokens[name] = tokens
+        return 0
+
+    def grow(self, name: str) -> bool:
+        tokens = self._tokens[name]
+        more = self._blocks_of(tokens + 1) - self._blocks_of(tokens)
+        if more > self.free:
+            return False
+        self.free -= more
+        self._tokens[name] = tokens + 1
+        return True
+
+    def leave(self, name: str) -> None:
+        self.free += self._blocks_of(self._tokens.pop(name))
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,20 +263,3 @@ class BatchFormer:
             return rest
         end = (member.computed + left) // self.grain_tokens * self.grain_tokens
         return max(0, end - member.computed)
-
-
-def token_budget(iteration_ns: Callable[[int], float], slo_ns: float, *, tile: int, tokens_max: int) -> int:
-    """The most tokens of an iteration that takes no longer than `slo_ns`: a multiple of `tile`, at least one tile.
-
-    `iteration_ns` of a number of tokens does not fall as they become more. Where one tile takes longer, no budget holds
-    the objective and one tile breaks it least. Source: Sarathi-Serve, section 4.3.
-    """
-    assert 0 < tile <= tokens_max, (tile, tokens_max)
-    low, high = 1, tokens_max // tile
-    while low < high:
-        middle = (low + high + 1) // 2
-        if iteration_ns(middle * tile) <= slo_ns:
-            low = middle
-        else:
-            high = middle - 1
-    return low * tile

@@ -20,10 +20,11 @@ from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
 from benchmarks.papers.batching.iteration_times import ProfileTimes, budget_for
-from benchmarks.papers.batching.ways import Batching, BlockRoom, ComparedFormer
+from benchmarks.papers.batching.ways import Batching, ComparedFormer
 from benchmarks.papers.batching.worker import IterationWorker
 from benchmarks.papers.mixed import SimulatedMixed, SimulatedMixedRequest
 from halfmoon.conductor.simulation.clock import Clock
+from halfmoon.conductor.simulation.options import ClusterShape, ConfigurationImpossible
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import (
@@ -36,8 +37,8 @@ from halfmoon.conductor.simulation.report import (
 )
 from halfmoon.conductor.simulation.simulate import SAMPLE_NS_MIN, SAMPLES
 from halfmoon.conductor.simulation.trace import Arrival, faster
-from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible
 from halfmoon.schemas.types import KEY_BYTES
+from halfmoon.workers.batch_former import BlockRoom
 
 #: Systems whose workers go iteration by iteration.
 ITERATING = {

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from benchmarks.papers.batching.iteration_times import ProfileTimes
 from benchmarks.papers.batching.ways import Batching, ComparedFormer
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
-from halfmoon.conductor.simulation.block_cache import BlockCache
 from halfmoon.conductor.simulation.clock import Clock
+from halfmoon.conductor.simulation.nodes import BlockCache
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.workers.batch_former import Iteration

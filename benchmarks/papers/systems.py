@@ -13,13 +13,12 @@ from benchmarks.papers.infinite_llm import Lending, simulate_infinite_llm
 from benchmarks.papers.lamina import simulate_lamina
 from benchmarks.papers.options import add_devices, add_lending, deployment_of, lending_of
 from benchmarks.papers.report import table
-from halfmoon.conductor.simulation.options import AS_RECORDED, RunOptions
+from halfmoon.conductor.simulation.options import AS_RECORDED, ClusterShape, RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy
 
 SYSTEMS = ("halfmoon", *COLOCATED, "lamina", "infinite-llm")

@@ -17,12 +17,11 @@ from tqdm import tqdm
 from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.cli.processes.options import installed_policy
 from halfmoon.cli.simulation.checkout import papers
-from halfmoon.conductor.simulation.options import RunOptions
+from halfmoon.conductor.simulation.options import ClusterShape, RunOptions
 from halfmoon.conductor.simulation.profiles import ALIASES, PROFILES, load_profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import AdmissionName, CopiesPrice, Policy, PolicyName
 from halfmoon.workers.options import PREFILL_GROUP_MAX
 
@@ -64,6 +63,18 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--admission", choices=get_args(AdmissionName), default="predicted")
     group.add_argument("--prefill", type=int, default=8, help="prefill workers")
     group.add_argument("--decode", type=int, default=8, help="decode workers")
+    group.add_argument(
+        "--mixed",
+        type=int,
+        default=0,
+        help="mixed workers, which prefill and decode; then --prefill and --decode may both be 0",
+    )
+    group.add_argument(
+        "--token-budget",
+        type=int,
+        default=0,
+        help="tokens of a mixed worker's iteration (default: the most that hold --tbt-ms)",
+    )
     names = ", ".join([*PROFILES, *ALIASES])
     group.add_argument(
         "--prefill-group",
@@ -123,6 +134,8 @@ def cluster_of(args: argparse.Namespace) -> ClusterShape:
     return ClusterShape(
         prefill=args.prefill,
         decode=args.decode,
+        mixed=args.mixed,
+        token_budget=args.token_budget,
         block_tokens=args.block_tokens,
         pool_blocks=args.pool_blocks,
         decode_pool_blocks=args.decode_pool_blocks,
@@ -169,9 +182,18 @@ def simulated(
     outcomes: dict[str, Any] | None = None,
 ) -> SimulationReport:
     """One simulation by the options. Raises OptionInvalid for options that make no sense."""
-    for option in ("prefill", "decode", "ttft_ms", "tbt_ms"):
+    for option in ("ttft_ms", "tbt_ms"):
         if getattr(args, option) < 1:
             raise OptionInvalid(f"--{option.replace('_', '-')} {getattr(args, option)}: must be positive")
+    for option in ("mixed", "token_budget"):
+        if getattr(args, option) < 0:
+            raise OptionInvalid(f"--{option.replace('_', '-')} {getattr(args, option)}: must not be negative")
+    none = args.mixed > 0 and args.prefill == args.decode == 0
+    for option in ("prefill", "decode"):
+        if getattr(args, option) < 1 and not none:
+            raise OptionInvalid(
+                f"--{option} {getattr(args, option)}: at least 1, or with --mixed none of either"
+            )
     if not 0 < speed < 1e6:
         raise OptionInvalid(f"--speed {speed:g}: must be positive")
     if not 0 <= args.noise_percent < 100:
@@ -194,8 +216,9 @@ def simulated(
     if run.closed_loop and not any(arrival.follows >= 0 for arrival in arrivals):
         raise OptionInvalid(f"--closed-loop: no request of {args.trace} has session_id and think_ms")
     if (others := _others(args)) is not None:
-        if run.closed_loop:
-            raise OptionInvalid(f"--closed-loop: not with --system {args.system}")
+        for option, given in (("closed-loop", run.closed_loop), ("mixed", cluster.mixed)):
+            if given:
+                raise OptionInvalid(f"--{option}: not with --system {args.system}")
         report: SimulationReport = others.simulated(args, arrivals, cluster, profile, run, outcomes)
         return report
     return simulate(arrivals, cluster, policy, profile, run, outcomes=outcomes)
@@ -252,7 +275,7 @@ async def run(args: argparse.Namespace) -> int:
 
 def table(report: SimulationReport) -> str:
     """For a person."""
-    return as_text(report, f"{report.setting.prefill} prefill + {report.setting.decode} decode", rows(report))
+    return as_text(report, str(report.setting.workers), rows(report))
 
 
 def as_text(report: SimulationReport, shape: str, rows: Sequence[tuple[str, str]]) -> str:

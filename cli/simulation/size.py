@@ -1,8 +1,9 @@
-"""`halfmoon size`: the fewest prefill and decode workers that hold a trace; of a recorded run, the split too."""
+"""`halfmoon size`: the fewest workers that hold a trace, in two pools or mixed; of a recorded run, the split too."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 from pathlib import Path
 
@@ -24,8 +25,8 @@ from halfmoon.conductor.replay.logfile import LogFile
 from halfmoon.conductor.replay.splits import Sizes, Split, described, split_of
 from halfmoon.conductor.replay.verify import Replay
 from halfmoon.conductor.replay.whatif import Recorded, recorded
-from halfmoon.conductor.simulation.capacity import CapacityUnknown, smallest
-from halfmoon.conductor.simulation.report import Objectives
+from halfmoon.conductor.simulation.capacity import CapacityUnknown, fewest, smallest
+from halfmoon.conductor.simulation.report import Objectives, Workers
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -58,22 +59,27 @@ async def run(args: argparse.Namespace) -> int:
         raise OptionInvalid(f"--system {args.system}: it has no prefill workers, which size counts")
     slo = Objectives(ttft_ns=args.ttft_ms * 1_000_000, tbt_ns=args.tbt_ms * 1_000_000)
 
-    def held(prefill: int, decode: int) -> float:
-        cluster = msgspec.structs.replace(cluster_of(args), prefill=prefill, decode=decode)
+    @functools.cache
+    def held(workers: Workers) -> float:
+        cluster = msgspec.structs.replace(cluster_of(args), **workers._asdict())
         outcomes = outcomes_of(args, arrivals, args.speed, cluster=cluster)
         share = sum(slo.held(outcome) for outcome in outcomes.values()) / max(1, len(outcomes))
-        tell(f"{prefill} + {decode}: {share:.1%}")
+        tell(f"{workers}: {share:.1%}")
         return share
 
     try:
-        prefill, decode, share = smallest(held, args.workers_max)
+        if args.mixed:
+            found = Workers(0, 0, fewest(lambda count: held(Workers(0, 0, count)), args.workers_max))
+        else:
+            prefill, decode, _ = smallest(lambda p, d: held(Workers(p, d)), args.workers_max)
+            found = Workers(prefill, decode)
     except CapacityUnknown as problem:
         raise OptionInvalid(f"size: {problem}") from None
     if args.json:
-        print(orjson.dumps({"prefill": prefill, "decode": decode, "held": round(share, 4)}).decode())
+        print(orjson.dumps({**found._asdict(), "held": round(held(found), 4)}).decode())
     else:
         print(
-            f"{prefill} prefill + {decode} decode: {share:.1%} of requests hold TTFT <= {args.ttft_ms / 1e3:g} s and "
+            f"{found}: {held(found):.1%} of requests hold TTFT <= {args.ttft_ms / 1e3:g} s and "
             f"TBT <= {args.tbt_ms} ms at speed {args.speed:g}"
         )
     return 0
@@ -87,9 +93,9 @@ def _from_log(args: argparse.Namespace) -> int:
         raise OptionInvalid(f"--speed {args.speed:g}: must be positive")
     install_plugins()
     was = recorded(Replay(LogFile(Path(args.from_log))))
-    workers = args.workers or was.cluster.prefill + was.cluster.decode
-    if workers < 2:
-        raise OptionInvalid(f"--workers {workers}: a prefill and a decode worker are needed")
+    workers = args.workers or sum(was.cluster.workers)
+    if workers < 1:
+        raise OptionInvalid(f"--workers {workers}: must be positive")
     with interruptible():
         sizes = _sizes(was, workers, args)
     print(msgspec.json.encode(sizes).decode() if args.json else described(sizes, args.from_log))
@@ -103,24 +109,29 @@ def _sizes(was: Recorded, workers: int, args: argparse.Namespace) -> Sizes:
     )
 
     @functools.cache
-    def split(prefill: int, decode: int) -> Split:
-        found = split_of(was, prefill, decode, slo, args.speed)
-        tell(f"{prefill} + {decode}: {found.held:.1%}")
+    def split(prefill: int, decode: int, mixed: int = 0) -> Split:
+        found = split_of(was, Workers(prefill, decode, mixed), slo, args.speed)
+        tell(f"{found.workers}: {found.held:.1%}")
         return found
 
-    splits = [split(prefill, workers - prefill) for prefill in range(1, workers)]
-    try:
+    own = was.cluster.workers
+    splits = [split(prefill, workers - prefill) for prefill in range(1, workers)] + [split(0, 0, workers)]
+    if sum(own) == workers and own not in [one.workers for one in splits]:
+        splits.append(split(*own))
+    pools = mixed = None
+    with contextlib.suppress(CapacityUnknown):
         prefill, decode, _ = smallest(lambda p, d: split(p, d).held, args.workers_max)
-        fewest = split(prefill, decode)
-    except CapacityUnknown:
-        fewest = None
+        pools = split(prefill, decode)
+    with contextlib.suppress(CapacityUnknown):
+        mixed = split(0, 0, fewest(lambda count: split(0, 0, count).held, args.workers_max))
     return Sizes(
         requests=len(was.arrivals),
         speed=args.speed,
         slo=slo,
-        recorded=(was.cluster.prefill, was.cluster.decode),
+        recorded=own,
         splits=splits,
         best=min(splits, key=lambda one: one.rank),
-        fewest=fewest,
+        fewest=pools,
+        fewest_mixed=mixed,
         caveats=was.caveats,
     )

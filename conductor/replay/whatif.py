@@ -4,8 +4,8 @@ another one.
 The simulated cluster is as the recorded one was: as many workers, their KV, pools and block sizes, and the costs that
 the conductor had learned by the end of the log. The recorded policy is simulated too: its difference from the record is
 the error of the simulation. Left out are processes that die, and blocks cached before the log begins. A run with
-attention or mixed workers, or with KV that was lent, is refused. An answer that was not recorded to its end is taken to
-be as long as the mean of its class.
+attention workers, or with KV that was lent, is refused. An answer that was not recorded to its end is taken to be as
+long as the mean of its class.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from halfmoon.conductor.core.corrections import typical_cost
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
 from halfmoon.conductor.replay.explain import table
-from halfmoon.conductor.replay.histories import RequestHistories, RequestHistory
+from halfmoon.conductor.replay.histories import PlacementAttempt, RequestHistories, RequestHistory
 from halfmoon.conductor.replay.logfile import EventLine
 from halfmoon.conductor.replay.verify import Replay
-from halfmoon.conductor.simulation.options import RunOptions
+from halfmoon.conductor.simulation.options import ClusterShape, RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import (
@@ -35,18 +35,17 @@ from halfmoon.conductor.simulation.report import (
 )
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Decision, MoveKv, StartDecode
-from halfmoon.schemas.events import StoreJoined, WorkerJoined
+from halfmoon.schemas.events import PrefillFinished, StoreJoined, WorkerJoined
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import ROLES, Duty, WorkerRole
 
 #: Bandwidth from the pool into a worker's cache; no event has it, and it is never the bottleneck on a machine with
 #: shared memory.
 LOAD_BYTES_S = 10_000_000_000
-#: Simulated clusters have prefill and decode workers alone.
-SIMULATED: tuple[WorkerRole, ...] = ("prefill", "decode")
+#: Roles of the workers of simulated clusters.
+SIMULATED: tuple[WorkerRole, ...] = ("prefill", "decode", "mixed")
 
 
 #: By which the times of two policies are compared.
@@ -178,6 +177,8 @@ def _check_simulated(workers: Sequence[WorkerJoined], lent: int) -> None:
         if role not in SIMULATED:
             which = f"{role} worker, which is" if count == 1 else f"{role} workers, which are"
             raise NothingToSimulate(f"the run has {count} {which} not simulated here")
+    if not _with_duty(workers, "prompts") or not _with_duty(workers, "batch"):
+        raise NothingToSimulate("the run had no worker that prefills, or none that decodes")
     if lent:
         whose = "1 request" if lent == 1 else f"{lent} requests"
         raise NothingToSimulate(
@@ -216,13 +217,16 @@ def _cluster(workers: Sequence[WorkerJoined], stores: dict[str, StoreJoined]) ->
         return max((stores[one.node_id].slots for one in pool if one.node_id in stores), default=0)
 
     prefills, decodes = _with_duty(workers, "prompts"), _with_duty(workers, "batch")
+    mixed = [worker for worker in prefills if worker in decodes]
     return ClusterShape(
-        prefill=len(prefills),
-        decode=len(decodes),
+        prefill=len(prefills) - len(mixed),
+        decode=len(decodes) - len(mixed),
+        mixed=len(mixed),
         block_tokens=workers[0].layout.block_tokens,
         pool_blocks=slots(prefills),
-        decode_pool_blocks=slots(decodes),
+        decode_pool_blocks=slots([worker for worker in decodes if worker not in mixed] or prefills),
         kv_blocks=min(worker.kv_blocks for worker in decodes),
+        token_budget=min((worker.token_budget for worker in mixed), default=0),
     )
 
 
@@ -241,8 +245,6 @@ def _profile(
     layout = workers[0].layout
     prefills = [costs[worker.worker_id] for worker in _with_duty(workers, "prompts")]
     decodes = [costs[worker.worker_id] for worker in _with_duty(workers, "batch")]
-    if not prefills or not decodes:
-        raise NothingToSimulate("one of the pools was empty throughout")
     mean = {
         field: sum(getattr(cost, field) for cost in of) // len(of)
         for of, part in ((prefills, "prefill"), (decodes, "decode"))
@@ -291,11 +293,20 @@ def _outcome(history: RequestHistory) -> Outcome:
                 then.cached_fetched_tokens,
             )
             if outcome.first_token_ns < 0:
-                outcome.first_token_ns = attempt.at_ns + then.queue_ns + then.compute_ns
+                outcome.first_token_ns = _first_token_ns(attempt, then)
     if history.attempts:
         predicted = history.attempts[0].order.predicted
         outcome.predicted_ttft_ns, outcome.predicted_tbt_ns = predicted.ttft_ns, predicted.tbt_ns
     return outcome
+
+
+def _first_token_ns(attempt: PlacementAttempt, then: PrefillFinished) -> int:
+    """A prefill worker reports after its last push, a mixed one as soon as it has drawn the token, which decodes that
+    share its iterations hold up.
+    """
+    if attempt.order.decode_worker_id == attempt.order.worker_id:
+        return attempt.prefill_end_ns
+    return attempt.at_ns + then.queue_ns + then.compute_ns
 
 
 def _as_it_was(recorded: Recorded, slo: Objectives) -> SimulationReport:
@@ -307,6 +318,7 @@ def _as_it_was(recorded: Recorded, slo: Objectives) -> SimulationReport:
             profile=recorded.profile.name,
             prefill=recorded.cluster.prefill,
             decode=recorded.cluster.decode,
+            mixed=recorded.cluster.mixed,
             speed=1.0,
             seed=recorded.policy.seed,
         ),
@@ -345,9 +357,8 @@ def described(found: Comparison, source: str) -> str:
     """Side by side, for people."""
     columns = [found.recorded, found.simulated, found.what_if]
     cost, profile = found.profile.cost, found.profile
-    recorded = found.recorded.setting
     lines = [
-        f"{recorded.prefill} prefill and {recorded.decode} decode workers; SLO: first token "
+        f"{found.recorded.setting.workers}; SLO: first token "
         f"{found.recorded.slo.ttft_ns / 1e9:g} s, between tokens {found.recorded.slo.tbt_ns / 1e6:g} ms",
         f"fitted: prefill {cost.prefill_base_ns / 1e6:.1f} ms + {cost.prefill_per_token_ps / 1e9:.4f} ms·(n-p) + "
         f"{cost.prefill_per_token2_fs / 1e12:.3e} ms·(n²-p²); step {cost.decode_base_ns / 1e6:.1f} ms + "

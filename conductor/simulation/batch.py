@@ -31,6 +31,27 @@ def tbt_ns(intervals: list[tuple[float, int]]) -> int:
     return int(total / wanted)
 
 
+class StepMeans:
+    """Means of the steps since the last heartbeat: `add` steps, `take` their means."""
+
+    def __init__(self) -> None:
+        self._steps = self._ns = self._sequences = self._context_tokens = 0
+
+    def add(self, steps: int, took_ns: int, sequences: int, context_tokens: int) -> None:
+        """All of them sums over the steps, but `steps` itself."""
+        self._steps += steps
+        self._ns += took_ns
+        self._sequences += sequences
+        self._context_tokens += context_tokens
+
+    def take(self) -> tuple[int, int, int, int]:
+        """(steps, mean ns, mean sequences, mean context tokens) since the last call."""
+        steps, sums = self._steps, (self._ns, self._sequences, self._context_tokens)
+        self._steps = self._ns = self._sequences = self._context_tokens = 0
+        ns, sequences, context_tokens = (each // steps if steps else 0 for each in sums)
+        return steps, ns, sequences, context_tokens
+
+
 class Steps:
     """The running batch of one worker. The owner books the ends of runs and calls `advance`."""
 

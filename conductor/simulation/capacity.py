@@ -96,8 +96,8 @@ def smallest(held: Callable[[int, int], float], workers_max: int) -> tuple[int, 
         raise CapacityUnknown(
             f"{workers_max} prefill and {workers_max} decode workers do not hold the objectives"
         )
-    prefill_min = _first(workers_max, lambda count: holds(count, workers_max))
-    decode_min = _first(workers_max, lambda count: holds(workers_max, count))
+    prefill_min = _least(workers_max, lambda count: holds(count, workers_max))
+    decode_min = _least(workers_max, lambda count: holds(workers_max, count))
     for total in range(prefill_min + decode_min, 2 * workers_max + 1):
         for prefill in range(min(workers_max, total - decode_min), prefill_min - 1, -1):
             if total - prefill <= workers_max and holds(prefill, total - prefill):
@@ -105,7 +105,14 @@ def smallest(held: Callable[[int, int], float], workers_max: int) -> tuple[int, 
     raise AssertionError("the largest cluster holds")
 
 
-def _first(count_max: int, holds: Callable[[int], bool]) -> int:
+def fewest(held: Callable[[int], float], workers_max: int) -> int:
+    """The fewest workers, all of one kind, for which `held` is at least HELD_MIN. Raises CapacityUnknown."""
+    if held(workers_max) < HELD_MIN:
+        raise CapacityUnknown(f"{workers_max} workers do not hold the objectives")
+    return _least(workers_max, lambda count: held(count) >= HELD_MIN)
+
+
+def _least(count_max: int, holds: Callable[[int], bool]) -> int:
     low, high = 1, count_max
     while low < high:
         middle = (low + high) // 2

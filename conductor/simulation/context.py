@@ -12,7 +12,8 @@ from halfmoon.conductor.simulation.network import Network
 from halfmoon.conductor.simulation.nodes import Node
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.schemas.events import Event
+from halfmoon.schemas.decisions import StartDecode, StartMixed
+from halfmoon.schemas.events import Event, RequestFinished
 
 
 class Surroundings(Protocol):
@@ -54,3 +55,23 @@ class SimulationContext:
         self.outcomes = outcomes
         self.nodes: dict[str, Node] = {}
         self.failed_fetches = self.fetched_bytes = self.pushed_bytes = 0
+
+    def finish(
+        self, order: StartDecode | StartMixed, *, completion_tokens: int, tbt_ns: int, decode_ns: int
+    ) -> None:
+        """The answer to `order` is whole."""
+        outcome = self.outcomes[order.request_id]
+        outcome.tbt_ns = tbt_ns
+        self.say(
+            RequestFinished(
+                order_id=order.order_id,
+                request_id=order.request_id,
+                worker_id=order.worker_id,
+                finish_reason="length",
+                completion_tokens=completion_tokens,
+                ttft_ns=outcome.ttft_ns,
+                tbt_ns=tbt_ns,
+                decode_ns=decode_ns,
+            )
+        )
+        self.ended(order.request_id, "finished")

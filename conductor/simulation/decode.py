@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from halfmoon.conductor.simulation.batch import Steps, tbt_ns
+from halfmoon.conductor.simulation.batch import StepMeans, Steps, tbt_ns
 from halfmoon.conductor.simulation.context import SimulationContext
 from halfmoon.schemas.decisions import StartDecode
-from halfmoon.schemas.events import DecodeRefused, DecodeStarted, RequestFinished, WorkerHeartbeat
+from halfmoon.schemas.events import DecodeRefused, DecodeStarted, WorkerHeartbeat
 
 
 class SimulatedSequence:
@@ -51,28 +51,32 @@ class SimulatedDecode:
         self.blocks_free = kv_blocks
         self.epoch = 0
         self.obeyed_seq = 0
-        self.busy_ns = 0
-        # Since the last heartbeat.
-        self._made = 0
-        self._step_ns = self._sequence_steps = self._context_steps = 0
+        #: Time computed. It computes no prompts.
+        self.prefill_ns = self.decode_ns = 0
+        self._means = StepMeans()
 
     def heartbeat(self) -> WorkerHeartbeat:
-        steps, self._made = self._made, 0
-        took_ns, self._step_ns = self._step_ns, 0
-        sequences, self._sequence_steps = self._sequence_steps, 0
-        context, self._context_steps = self._context_steps, 0
+        steps, step_ns, sequences, context_tokens = self._means.take()
         return WorkerHeartbeat(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             queued=len(self.waiting),
             running=len(self.batch),
             steps=steps,
-            step_ns=took_ns // steps if steps else 0,
-            step_sequences=sequences // steps if steps else 0,
-            step_context_tokens=context // steps if steps else 0,
+            step_ns=step_ns,
+            step_sequences=sequences,
+            step_context_tokens=context_tokens,
             orders=list(self.open),
             obeyed_seq=self.obeyed_seq,
         )
+
+    @property
+    def running(self) -> int:
+        return len(self.batch)
+
+    def present_step_ns(self) -> float:
+        """A step of those that decode now; 0 for none."""
+        return self.steps.step_ns(self.steps.sequences, self.steps.context_tokens) if self.batch else 0.0
 
     def orders_open(self) -> int:
         return len(self.open)
@@ -117,7 +121,7 @@ class SimulatedDecode:
         sequence.first_ns = context.clock.now_ns
         outcome.first_token_ns = sequence.first_ns
         if sequence.output_tokens == 1:
-            self._finish(sequence, 0)
+            self._finish(sequence, 0, [])
         elif sequence.kv_there:
             self._ready(sequence)
 
@@ -186,17 +190,15 @@ class SimulatedDecode:
             intervals[0] = (length, count - 1)
             intervals.append((length + sequence.joined_ns - sequence.first_ns, 1))
             self._leave(sequence)
-            self.context.outcomes[sequence.order.request_id].tbt_ns = tbt_ns(intervals)
-            self._finish(sequence, decode_ns)
+            self._finish(sequence, decode_ns, intervals)
         self._start_run()
 
     def _advance(self, steps: int) -> list[str]:
-        self._made += steps
         took_ns = self.steps.run_ns(steps)
-        self._step_ns += took_ns
-        self.busy_ns += took_ns
-        self._sequence_steps += steps * self.steps.sequences
-        self._context_steps += steps * (self.steps.context_tokens + self.steps.sequences * (steps - 1) // 2)
+        self.decode_ns += took_ns
+        sequences, context_tokens = self.steps.sequences, self.steps.context_tokens
+        context_steps = steps * (context_tokens + sequences * (steps - 1) // 2)
+        self._means.add(steps, took_ns, steps * sequences, context_steps)
         return self.steps.advance(steps)
 
     def _stop_run(self, now_ns: int, order_id: str) -> None:
@@ -213,21 +215,11 @@ class SimulatedDecode:
         context = order.prompt_tokens + 1 + self.steps.made - sequence.joined
         self.steps.leave(order.order_id, context)
 
-    def _finish(self, sequence: SimulatedSequence, decode_ns: int) -> None:
+    def _finish(
+        self, sequence: SimulatedSequence, decode_ns: int, intervals: list[tuple[float, int]]
+    ) -> None:
         order = sequence.order
         self.open.pop(order.order_id, None)
-        outcome = self.context.outcomes[order.request_id]
-        outcome.tbt_ns = max(outcome.tbt_ns, 0)
-        self.context.say(
-            RequestFinished(
-                order_id=order.order_id,
-                request_id=order.request_id,
-                worker_id=self.worker_id,
-                finish_reason="length",
-                completion_tokens=sequence.output_tokens,
-                ttft_ns=outcome.ttft_ns,
-                tbt_ns=outcome.tbt_ns,
-                decode_ns=decode_ns,
-            )
+        self.context.finish(
+            order, completion_tokens=sequence.output_tokens, tbt_ns=tbt_ns(intervals), decode_ns=decode_ns
         )
-        self.context.ended(order.request_id, "finished")

@@ -1,4 +1,4 @@
-"""Options of a simulation, beside its cluster and its requests."""
+"""Options of a simulation: its cluster, and how the requests are served by it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,42 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from halfmoon.conductor.simulation.report import Objectives
+from halfmoon.conductor.simulation.report import Objectives, Workers
+
+
+class ConfigurationImpossible(ValueError):
+    """A cluster that cannot be; the text has the reason."""
+
+
+class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers and sizes of a cluster's parts. Sizes of -1 are the profile's."""
+
+    #: Workers of each role: some of both, or with mixed ones none of either.
+    prefill: int
+    decode: int
+    mixed: int = 0
+    block_tokens: int = 512
+    #: Blocks of a prefill or mixed node's pool, of a decode node's pool (0: it keeps nothing), of a worker's own cache.
+    pool_blocks: int = -1
+    decode_pool_blocks: int = -1
+    kv_blocks: int = -1
+    #: Of each node's network; 0: the profile's.
+    link_bytes_s: int = 0
+    #: Tokens of one iteration of a colocated worker with chunked prefill.
+    chunk_tokens: int = 512
+    #: Tokens of one iteration of a mixed worker; 0: the most that hold the policy's TBT objective by the profile.
+    token_budget: int = 0
+
+    @property
+    def workers(self) -> Workers:
+        return Workers(self.prefill, self.decode, self.mixed)
+
+    def check(self) -> None:
+        """Raises ConfigurationImpossible for numbers of workers that serve nobody."""
+        for name in ("prefill", "decode"):
+            none = self.mixed > 0 and not self.prefill and not self.decode
+            if getattr(self, name) < 1 and not none:
+                raise ConfigurationImpossible(f"{name}: at least one worker is needed")
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from halfmoon.conductor.simulation.context import SimulationContext
 from halfmoon.conductor.simulation.decode import SimulatedDecode
 from halfmoon.conductor.simulation.network import Transfer
 from halfmoon.conductor.simulation.nodes import Node
+from halfmoon.conductor.simulation.prompt_blocks import PromptBlocks
 from halfmoon.conductor.simulation.stages import stage_times
 from halfmoon.schemas.decisions import StartPrefill, StartStage
 from halfmoon.schemas.events import PrefillFinished, StageFinished, WorkerHeartbeat
@@ -29,21 +30,12 @@ class SimulatedJob:
 
     __slots__ = (
         "arrived_ns",
+        "blocks",
         "busy_ns",
         "cancelled",
         "compute_ns",
         "computed",
-        "fetch_from",
-        "fetch_held",
-        "fetch_ns",
-        "fetched",
-        "fetching",
-        "held",
         "joined_keys",
-        "keys",
-        "layer_there",
-        "loaded",
-        "local",
         "order",
         "prepared",
         "push_missing",
@@ -52,21 +44,13 @@ class SimulatedJob:
         "target_held",
     )
 
-    def __init__(self, order: StartPrefill, keys: list[bytes], now_ns: int) -> None:
-        self.order, self.keys, self.arrived_ns = order, keys, now_ns
-        self.joined_keys = join_keys(keys)
+    def __init__(self, order: StartPrefill, blocks: PromptBlocks, now_ns: int) -> None:
+        self.order, self.blocks, self.arrived_ns = order, blocks, now_ns
+        self.joined_keys = join_keys(blocks.keys)
         self.prepared = self.cancelled = self.computed = False
-        #: Blocks used: from the node itself, from another.
-        self.local = self.fetched = 0
-        self.fetch_from: Node | None = None
-        self.fetching: Transfer | None = None
         self.pushing: Transfer | None = None
-        self.held: list[bytes] = []
-        self.fetch_held: list[bytes] = []
         self.target_held: list[bytes] = []
-        #: The first layer, and all layers, of the fetch are here.
-        self.layer_there = self.loaded = True
-        self.started_ns = self.compute_ns = self.fetch_ns = self.push_missing = 0
+        self.started_ns = self.compute_ns = self.push_missing = 0
         #: Part of the time in which this worker computed itself; -1: all.
         self.busy_ns = -1
 
@@ -96,7 +80,8 @@ class SimulatedPrefill:
         self.jobs: dict[str, SimulatedJob] = {}
         self.running: SimulatedJob | None = None
         self.obeyed_seq = 0
-        self.compute_ns = 0
+        #: Time computed. It never decodes.
+        self.prefill_ns = self.decode_ns = 0
 
     def heartbeat(self) -> WorkerHeartbeat:
         return WorkerHeartbeat(
@@ -107,6 +92,11 @@ class SimulatedPrefill:
             orders=[*self.jobs, *self.parts],
             obeyed_seq=self.obeyed_seq,
         )
+
+    @property
+    def queued(self) -> int:
+        """Orders that are not done, the one that is being computed among them."""
+        return len(self.jobs)
 
     def orders_open(self) -> int:
         return len(self.jobs) + len(self.parts)
@@ -120,7 +110,7 @@ class SimulatedPrefill:
         part = self.parts.pop(order_id, None)
         if part is None:
             return  # cancelled
-        self.compute_ns += compute_ns
+        self.prefill_ns += compute_ns
         self.context.say(
             StageFinished(
                 order_id=order_id,
@@ -136,7 +126,8 @@ class SimulatedPrefill:
         keys = self.context.keys(order.request_id)
         if order.reference is not None:
             keys = keys[: order.exact_blocks]  # what a similar prompt stood in for is shared with nobody
-        job = SimulatedJob(order, keys, self.context.clock.now_ns)
+        blocks = PromptBlocks(self.context, self.node, keys)
+        job = SimulatedJob(order, blocks, self.context.clock.now_ns)
         self.jobs[order.order_id] = job
         self.queue.insert(self._place(order), job)
         self._prepare_some()
@@ -157,12 +148,12 @@ class SimulatedPrefill:
         if job is None:
             return
         job.cancelled = True
-        for transfer in (job.fetching, job.pushing):
-            if transfer is not None:
-                self.context.network.stop(transfer)
+        if job.pushing is not None:
+            self.context.network.stop(job.pushing)
         if job in self.queue:
             self.queue.remove(job)
-        self._let_go(job)
+        job.blocks.let_go()
+        self.context.nodes[job.order.decode_node_id].pool.release(job.target_held)
         if self.running is job:
             self.running = None
             self._next()
@@ -185,47 +176,16 @@ class SimulatedPrefill:
             return False
         usable = (job.order.prompt_tokens - 1) // self.context.block_tokens
         before = [*([self.running] if self.running is not None else []), *islice(self.queue, place)]
-        return any(min(usable, common_blocks(one.joined_keys, job.joined_keys)) > one.local for one in before)
+        return any(
+            min(usable, common_blocks(one.joined_keys, job.joined_keys)) > one.blocks.local for one in before
+        )
 
     def _prepare(self, job: SimulatedJob) -> None:
-        """Hold the blocks that are here, fetch those of the order that their holder still has."""
-        context, order = self.context, job.order
-        usable = (order.prompt_tokens - 1) // context.block_tokens  # one token is always computed
-        job.held = self.node.pool.hold(job.keys)
-        here = dict.fromkeys(job.held)
-        while job.local < usable and job.local < len(job.keys) and job.keys[job.local] in here:
-            job.local += 1
-        for ordered in order.fetches:
-            fetch = ordered.clipped(job.local, usable)
-            if fetch is not None:
-                self._fetch(job, context.nodes[fetch.node_id], job.keys[job.local : job.local + fetch.blocks])
-                break
-
-    def _fetch(self, job: SimulatedJob, source: Node, keys: list[bytes]) -> None:
-        context = self.context
-        if source.pool.run(keys) < len(keys):
-            context.failed_fetches += 1
-            return  # gone meanwhile: computed instead
-        job.fetch_from, job.fetched = source, len(keys)
-        job.fetch_held = source.pool.hold(keys)
-        job.layer_there = job.loaded = False
-        started_ns = context.clock.now_ns
-        whole = len(keys) * context.block_bytes
-        layer = whole // context.profile.layers
-
-        def first_layer_here() -> None:
-            job.layer_there = True
-            self._next()
-
-        def all_here() -> None:
-            job.loaded = True
-            job.fetch_ns = context.clock.now_ns - started_ns
-            source.pool.release(job.fetch_held)
-            job.fetch_held = []
-            self._computed(job)
-
-        job.fetching = context.network.send(
-            source.node_id, self.node.node_id, (layer, first_layer_here), (whole - layer, all_here)
+        job.blocks.prepare(
+            job.order.prompt_tokens,
+            job.order.fetches,
+            first_layer=self._next,
+            all_layers=lambda: self._computed(job),
         )
 
     # --- computing ------------------------------------------------------------------------------------------
@@ -234,13 +194,13 @@ class SimulatedPrefill:
         if self.running is not None or self.parts or not self.queue:
             return
         self._prepare_some()
-        if not self.queue[0].layer_there:
+        if not self.queue[0].blocks.layer_here:
             return
         job = self.running = self.queue.popleft()
         self._prepare_some()
         context, order = self.context, job.order
         now_ns = job.started_ns = context.clock.now_ns
-        used = (job.local + job.fetched) * context.block_tokens
+        used = job.blocks.tokens
         times = context.clock.jitter()
         if order.stages:
             job.compute_ns = self._compute_together(job, used, times)
@@ -279,19 +239,18 @@ class SimulatedPrefill:
 
     def _computed(self, job: SimulatedJob) -> None:
         """Both computing and the fetch are over (the last layer's blocks may have come after its time)."""
-        if job.cancelled or not job.computed or not job.loaded or self.running is not job:
+        if job.cancelled or not job.computed or not job.blocks.loaded or self.running is not job:
             return
         context, order = self.context, job.order
         self.running = None
         job.compute_ns = context.clock.now_ns - job.started_ns
-        self.compute_ns += job.busy_ns if job.busy_ns >= 0 else job.compute_ns
-        self.node.commit(job.keys, job.held)
-        job.held = []
+        self.prefill_ns += job.busy_ns if job.busy_ns >= 0 else job.compute_ns
+        job.blocks.commit()
         outcome = context.outcomes[order.request_id]
         outcome.queue_ns = job.started_ns - job.arrived_ns
         outcome.compute_ns += job.compute_ns
-        outcome.local_tokens = job.local * context.block_tokens
-        outcome.fetched_tokens = job.fetched * context.block_tokens
+        outcome.local_tokens = job.blocks.local * context.block_tokens
+        outcome.fetched_tokens = job.blocks.fetched * context.block_tokens
         self._decode_workers[order.decode_worker_id].first_token(order.order_id)
         self._close_push(job)
         self._next()
@@ -302,7 +261,7 @@ class SimulatedPrefill:
         """All layers but the last go while computing."""
         context, order = self.context, job.order
         target = context.nodes[order.decode_node_id]
-        job.target_held = target.pool.hold(job.keys)
+        job.target_held = target.pool.hold(job.blocks.keys)
         tokens = max(0, order.prompt_tokens - len(job.target_held) * context.block_tokens)
         job.push_missing = tokens * context.block_bytes // context.block_tokens
         early = job.push_missing - job.push_missing // context.profile.layers
@@ -330,38 +289,26 @@ class SimulatedPrefill:
         context, order = self.context, job.order
         if self.jobs.pop(order.order_id, None) is None:
             return
-        context.nodes[order.decode_node_id].commit(job.keys, job.target_held)
+        context.nodes[order.decode_node_id].commit(job.blocks.keys, job.target_held)
         job.target_held = []
         context.pushed_bytes += job.push_missing
-        fetched_bytes = job.fetched * context.block_bytes
-        context.fetched_bytes += fetched_bytes
+        blocks = job.blocks
+        context.fetched_bytes += blocks.fetched_bytes
         context.say(
             PrefillFinished(
                 order_id=order.order_id,
                 request_id=order.request_id,
                 worker_id=self.worker_id,
                 queue_ns=job.started_ns - job.arrived_ns,
-                transfer_ns=job.fetch_ns,
                 compute_ns=job.compute_ns,
-                cached_local_tokens=job.local * context.block_tokens,
-                cached_fetched_tokens=job.fetched * context.block_tokens,
-                fetched_bytes=fetched_bytes,
-                fetch_node_id=job.fetch_from.node_id if job.fetch_from is not None else "",
-                fetch_ns=job.fetch_ns,
                 pushed_bytes=job.push_missing,
                 prompt_tokens=order.prompt_tokens,
                 stages=len(order.stages),
-                similar=_reuse(order, (job.local + job.fetched) * context.block_tokens),
+                similar=_reuse(order, blocks.tokens),
+                **blocks.as_reported(),
             )
         )
         self._decode_workers[order.decode_worker_id].kv_there(order.order_id)
-
-    def _let_go(self, job: SimulatedJob) -> None:
-        self.node.pool.release(job.held)
-        if job.fetch_from is not None:
-            job.fetch_from.pool.release(job.fetch_held)
-        self.context.nodes[job.order.decode_node_id].pool.release(job.target_held)
-        job.held, job.fetch_held, job.target_held = [], [], []
 
 
 def _reuse(order: StartPrefill, cached: int) -> SimilarReuse | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,17 @@ class Percentiles(msgspec.Struct, frozen=True):
     p99: float = 0.0
 
 
+class Workers(NamedTuple):
+    """How many have each role."""
+
+    prefill: int
+    decode: int
+    mixed: int = 0
+
+    def __str__(self) -> str:
+        return " + ".join(f"{count} {role}" for role, count in self._asdict().items() if count)
+
+
 class LoadSample(msgspec.Struct):
     """Both pools at one time: predicted queue over TTFT SLO, step over TBT SLO (means), and sizes."""
 
@@ -41,6 +52,7 @@ class LoadSample(msgspec.Struct):
     #: Workers of each role.
     prefill: int = 0
     decode: int = 0
+    mixed: int = 0
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +70,11 @@ class RunSetting(Figures, frozen=True, kw_only=True):
     decode: int
     speed: float
     seed: int
+    mixed: int = 0
+
+    @property
+    def workers(self) -> Workers:
+        return Workers(self.prefill, self.decode, self.mixed)
 
 
 class Endings(Figures, frozen=True, kw_only=True):
@@ -164,7 +181,7 @@ def error(pairs: Sequence[tuple[int, int]]) -> dict[str, float]:
 
 
 def device_time(prefill_ns: int, decode_ns: int, duration_s: float, prefill_devices: int) -> DeviceTime:
-    """The time of computations on all devices, in a run of `duration_s`."""
+    """The time of computations on all devices, in a run of `duration_s`; `prefill_devices` may compute prompts."""
     prefill_gpu_s = round(prefill_ns / 1e9, 6)
     return DeviceTime(
         prefill_gpu_s=prefill_gpu_s,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from halfmoon.conductor.simulation.options import AS_RECORDED, RunOptions
+from halfmoon.conductor.simulation.options import AS_RECORDED, ClusterShape, RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import (
@@ -21,7 +21,7 @@ from halfmoon.conductor.simulation.report import (
     summarise,
 )
 from halfmoon.conductor.simulation.trace import Arrival, faster
-from halfmoon.conductor.simulation.world import ClusterShape, World
+from halfmoon.conductor.simulation.world import World
 from halfmoon.schemas.policy import Policy
 
 #: How many times load is looked at during the arrivals.
@@ -54,7 +54,7 @@ def simulate(
     *,
     outcomes: dict[str, Outcome] | None = None,
 ) -> SimulationReport:
-    """Disaggregated serving of `arrivals` (by time) under the core. `outcomes` gets the outcome of each request. Raises
+    """`arrivals` (by time) served by the cluster under the core. `outcomes` gets the outcome of each request. Raises
     ConfigurationImpossible.
     """
     began = time.perf_counter()
@@ -71,8 +71,7 @@ def simulate(
     with _memory_settled():
         complete = world.run(paced, sample_ns=sample_ns, progress=run.progress)
     end_ns = world.clock.now_ns
-    prefill_ns = world.prefill_ns + sum(worker.compute_ns for worker in world.prefill_workers.values())
-    decode_ns = world.decode_ns + sum(worker.busy_ns for worker in world.decode_workers.values())
+    prefill_ns, decode_ns = world.computed_ns()
     report = SimulationReport(
         setting=RunSetting(
             system="halfmoon",
@@ -81,6 +80,7 @@ def simulate(
             profile=profile.name,
             prefill=cluster.prefill,
             decode=cluster.decode,
+            mixed=cluster.mixed,
             speed=run.speed,
             seed=run.seed,
         ),
@@ -98,6 +98,8 @@ def simulate(
         load=world.samples,
     )
     summarise(report, world.outcomes, end_ns)
-    report.devices = device_time(prefill_ns, decode_ns, report.service.duration_s, cluster.prefill)
+    report.devices = device_time(
+        prefill_ns, decode_ns, report.service.duration_s, cluster.prefill + cluster.mixed
+    )
     report.wall_s = round(time.perf_counter() - began, 3)
     return report

@@ -18,9 +18,15 @@ from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.context import SimulationContext
 from halfmoon.conductor.simulation.decode import SimulatedDecode
+from halfmoon.conductor.simulation.mixed import SimulatedMixed
 from halfmoon.conductor.simulation.network import Network
 from halfmoon.conductor.simulation.nodes import Node
-from halfmoon.conductor.simulation.options import AS_RECORDED, RunOptions
+from halfmoon.conductor.simulation.options import (
+    AS_RECORDED,
+    ClusterShape,
+    ConfigurationImpossible,
+    RunOptions,
+)
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.prefill import SimulatedPrefill
 from halfmoon.conductor.simulation.profiles import Profile
@@ -60,6 +66,7 @@ from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, WorkerRole
 from halfmoon.schemas.types import KEY_BYTES
+from halfmoon.workers.token_budget import largest_budget
 
 #: Of every process, where costs are the profile's and predictions are not corrected.
 HEARTBEAT_NS = 10 * SECOND_NS
@@ -72,25 +79,8 @@ LOOK_NS = SECOND_NS // 50
 CHECK_EVERY = 5_000
 
 
-class ConfigurationImpossible(ValueError):
-    """A cluster that cannot be; the text has the reason."""
-
-
-class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers and sizes of a cluster's parts. Sizes of -1 are the profile's."""
-
-    prefill: int
-    decode: int
-    block_tokens: int = 512
-    #: Blocks of a prefill node's pool, of a decode node's pool (0: it keeps nothing), of a worker's own
-    #: cache.
-    pool_blocks: int = -1
-    decode_pool_blocks: int = -1
-    kv_blocks: int = -1
-    #: Of each node's network; 0: the profile's.
-    link_bytes_s: int = 0
-    #: Tokens of one iteration of a colocated worker with chunked prefill.
-    chunk_tokens: int = 512
+#: A larger token budget is not chosen: by then a chunk keeps any device busy.
+TOKEN_BUDGET_MAX = 8_192
 
 
 class World:
@@ -155,17 +145,20 @@ class World:
         self.open = 0
         self.prefill_workers: dict[str, SimulatedPrefill] = {}
         self.decode_workers: dict[str, SimulatedDecode] = {}
+        self.mixed_workers: dict[str, SimulatedMixed] = {}
+        #: All of them.
+        self._workers: dict[str, SimulatedPrefill | SimulatedDecode | SimulatedMixed] = {}
+        #: Of a mixed worker's iteration.
+        self._token_budget = 0
         #: Time computed by workers that have another role by now.
-        self.prefill_ns = self.decode_ns = 0
+        self._prefill_ns = self._decode_ns = 0
         #: Workers that finish their orders before they change, and the number that have changed.
         self._changing: dict[str, WorkerRole] = {}
         self.role_changes = 0
         self._build(cluster)
 
     def _build(self, cluster: ClusterShape) -> None:
-        for name in ("prefill", "decode"):
-            if getattr(cluster, name) < 1:
-                raise ConfigurationImpossible(f"{name}: at least one worker is needed")
+        cluster.check()
         block_bytes = self.layout.block_bytes
         kv_blocks = cluster.kv_blocks if cluster.kv_blocks >= 0 else self.profile.kv_bytes // block_bytes
         pool = cluster.pool_blocks if cluster.pool_blocks >= 0 else self.profile.pool_bytes // block_bytes
@@ -179,13 +172,29 @@ class World:
         self._beat(
             lambda: FrontendHeartbeat(frontend_id="frontend", incarnation="i1", open_requests=self.open), 0, 1
         )
-        self._processes = 2 * (cluster.prefill + cluster.decode)
-        for place in range(cluster.prefill):
-            self._add_worker("prefill", f"prefill-{place:0{len(str(cluster.prefill - 1))}}", pool, kv_blocks)
-        for place in range(cluster.decode):
-            self._add_worker(
-                "decode", f"decode-{place:0{len(str(cluster.decode - 1))}}", decode_pool, kv_blocks
-            )
+        if cluster.mixed:
+            self._token_budget = cluster.token_budget or self._largest_budget(kv_blocks)
+        counts: dict[WorkerRole, int] = {
+            "prefill": cluster.prefill,
+            "decode": cluster.decode,
+            "mixed": cluster.mixed,
+        }
+        self._processes = 2 * sum(counts.values())
+        for role, count in counts.items():
+            slots = decode_pool if role == "decode" else pool
+            for place in range(count):
+                self._add_worker(role, f"{role}-{place:0{len(str(count - 1))}}", slots, kv_blocks)
+
+    def _largest_budget(self, kv_blocks: int) -> int:
+        """The most tokens of an iteration that hold the objective, as a live worker has them by default."""
+        return largest_budget(
+            self.layout,
+            self.profile.cost,
+            iteration_ns=self.policy.tbt_slo_ns,
+            batch_max=self.profile.batch_max,
+            context_tokens=kv_blocks * self.layout.block_tokens,
+            chunk_tokens=TOKEN_BUDGET_MAX,
+        )
 
     def _add_worker(self, role: WorkerRole, worker_id: str, slots: int, kv_blocks: int) -> None:
         """A worker and its node, with a pool of `slots` blocks; both join and start their heartbeats."""
@@ -205,7 +214,7 @@ class World:
         context, node_id = self.context, f"node-{worker_id}"
         duties = ROLES[role].duties
         if duties == {"prompts"}:
-            self.prefill_workers[worker_id] = SimulatedPrefill(
+            self._workers[worker_id] = self.prefill_workers[worker_id] = SimulatedPrefill(
                 context,
                 worker_id,
                 context.nodes[node_id],
@@ -214,8 +223,17 @@ class World:
                 incarnation=incarnation,
             )
         elif duties == {"batch"}:
-            self.decode_workers[worker_id] = SimulatedDecode(
+            self._workers[worker_id] = self.decode_workers[worker_id] = SimulatedDecode(
                 context, worker_id, kv_blocks, incarnation=incarnation
+            )
+        elif duties == {"prompts", "batch"}:
+            self._workers[worker_id] = self.mixed_workers[worker_id] = SimulatedMixed(
+                context,
+                worker_id,
+                context.nodes[node_id],
+                self.layout,
+                kv_blocks=kv_blocks,
+                token_budget=self._token_budget,
             )
         else:
             raise ValueError(f"{role} workers are not simulated here")
@@ -230,7 +248,8 @@ class World:
                 context_tokens_max=self.profile.context_tokens_max,
                 batch_max=self.profile.batch_max,
                 profile=self.profile.cost,
-                may_become=list(ELASTIC_ROLES) if self.elastic else [],
+                token_budget=self._token_budget if role == "mixed" else 0,
+                may_become=list(ELASTIC_ROLES) if self.elastic and role in ELASTIC_ROLES else [],
                 stage_addresses=[worker_id] if self.together and duties == {"prompts"} else [],
                 activation_bytes=self.profile.activation_bytes if self.together else 0,
             )
@@ -241,34 +260,30 @@ class World:
     def _change(self, worker_id: str, role: WorkerRole) -> None:
         """Finish open orders, leave, and join in the other role."""
         self._changing[worker_id] = role
-        incarnation = self._worker(worker_id).incarnation
+        incarnation = self._workers[worker_id].incarnation
         self.say(WorkerDraining(worker_id=worker_id, incarnation=incarnation))
         self._leave_if_done(worker_id)
 
     def _leave_if_done(self, worker_id: str) -> None:
-        worker, role = self._worker(worker_id), self._changing[worker_id]
+        worker, role = self._workers[worker_id], self._changing[worker_id]
         if worker.orders_open():
             self.clock.after(LOOK_NS, self._leave_if_done, worker_id)
             return
         del self._changing[worker_id]
         known = self.core.state.workers[worker_id]
+        del self._workers[worker_id]
         self.prefill_workers.pop(worker_id, None)
         self.decode_workers.pop(worker_id, None)
-        if isinstance(worker, SimulatedPrefill):
-            self.prefill_ns += worker.compute_ns
-        else:
-            self.decode_ns += worker.busy_ns
+        self._prefill_ns += worker.prefill_ns
+        self._decode_ns += worker.decode_ns
         self.say(WorkerLeft(worker_id=worker_id, incarnation=worker.incarnation))
         self.role_changes += 1
         incarnation = f"i{int(worker.incarnation[1:]) + 1}"
         self.clock.after(CHANGE_NS, self._join, role, worker_id, known.kv_blocks, incarnation)
 
-    def _worker(self, worker_id: str) -> SimulatedPrefill | SimulatedDecode:
-        return self.prefill_workers.get(worker_id) or self.decode_workers[worker_id]
-
     def _heartbeat(self, worker_id: str) -> WorkerHeartbeat | None:
         """None while it is between two roles."""
-        worker = self.prefill_workers.get(worker_id) or self.decode_workers.get(worker_id)
+        worker = self._workers.get(worker_id)
         return worker.heartbeat() if worker is not None else None
 
     # --- the log --------------------------------------------------------------------------------------------
@@ -294,13 +309,15 @@ class World:
     def _do(self, decision: Decision) -> None:
         match decision:
             case StartPrefill():
-                outcome = self.outcomes[decision.request_id]
-                outcome.prefill_id, outcome.decode_id = decision.worker_id, decision.decode_worker_id
-                outcome.predicted_ttft_ns = decision.predicted.ttft_ns
-                outcome.predicted_tbt_ns = decision.predicted.tbt_ns
+                self._placed(decision, decision.decode_worker_id)
                 prefill = self.prefill_workers[decision.worker_id]
                 prefill.obeyed_seq = self._events
                 prefill.start(decision)
+            case StartMixed():
+                self._placed(decision, decision.worker_id)
+                mixed = self.mixed_workers[decision.worker_id]
+                mixed.obeyed_seq = self._events
+                mixed.start(decision)
             case StartDecode():
                 decode = self.decode_workers[decision.worker_id]
                 decode.obeyed_seq = self._events
@@ -310,7 +327,7 @@ class World:
             case FailRequest():
                 self.ended(decision.request_id, "failed")
             case CancelOrder():
-                worker = self._worker(decision.worker_id)
+                worker = self._workers[decision.worker_id]
                 worker.obeyed_seq = self._events
                 worker.cancel(decision.order_id)
             case SetTimer():
@@ -328,8 +345,14 @@ class World:
                 part = self.prefill_workers[decision.worker_id]
                 part.obeyed_seq = self._events
                 part.start_part(decision)
-            case AnnounceYourself() | StartMixed():
-                raise AssertionError(("no simulated process is forgotten, or mixed", decision))
+            case AnnounceYourself():
+                raise AssertionError(("no simulated process is forgotten", decision))
+
+    def _placed(self, order: StartPrefill | StartMixed, decode_id: str) -> None:
+        outcome = self.outcomes[order.request_id]
+        outcome.prefill_id, outcome.decode_id = order.worker_id, decode_id
+        outcome.predicted_ttft_ns = order.predicted.ttft_ns
+        outcome.predicted_tbt_ns = order.predicted.tbt_ns
 
     @property
     def events(self) -> int:
@@ -440,25 +463,34 @@ class World:
         check(self.core.state)
         return True
 
+    def computed_ns(self) -> tuple[int, int]:
+        """(time that all devices computed prompts, time that they decoded)."""
+        workers = self._workers.values()
+        return (
+            self._prefill_ns + sum(worker.prefill_ns for worker in workers),
+            self._decode_ns + sum(worker.decode_ns for worker in workers),
+        )
+
     def _sample(self, sample_ns: int) -> None:
-        """Predicted queue of prefill and present step of decode, over their SLOs."""
-        workers = self.core.state.workers
-        now_ns = self.clock.now_ns
-        queued = sum(queue_ns(workers[at], now_ns) for at in self.prefill_workers if at in workers)
-        steps = 0.0
-        for decode in self.decode_workers.values():
-            if decode.batch:
-                steps += decode.steps.step_ns(decode.steps.sequences, decode.steps.context_tokens)
-        policy = self.policy
+        """Predicted queue of those that prefill and present step of those that decode, over their SLOs."""
+        known, now_ns, policy = self.core.state.workers, self.clock.now_ns, self.policy
+        mixed = self.mixed_workers.values()
+        prefilling: list[SimulatedPrefill | SimulatedMixed] = [*self.prefill_workers.values(), *mixed]
+        decoding: list[SimulatedDecode | SimulatedMixed] = [*self.decode_workers.values(), *mixed]
+        queued = sum(
+            queue_ns(known[each.worker_id], now_ns) for each in prefilling if each.worker_id in known
+        )
+        steps = sum(each.present_step_ns() for each in decoding)
         self.samples.append(
             LoadSample(
                 at_ns=now_ns,
-                prefill_load=queued / max(1, len(self.prefill_workers)) / max(1, policy.ttft_slo_ns),
-                decode_load=steps / max(1, len(self.decode_workers)) / max(1, policy.tbt_slo_ns),
-                queued=sum(len(worker.jobs) for worker in self.prefill_workers.values()),
-                running=sum(len(worker.batch) for worker in self.decode_workers.values()),
+                prefill_load=queued / max(1, len(prefilling)) / max(1, policy.ttft_slo_ns),
+                decode_load=steps / max(1, len(decoding)) / max(1, policy.tbt_slo_ns),
+                queued=sum(each.queued for each in prefilling),
+                running=sum(each.running for each in decoding),
                 prefill=len(self.prefill_workers),
                 decode=len(self.decode_workers),
+                mixed=len(self.mixed_workers),
             )
         )
         self.clock.after(sample_ns, self._sample, sample_ns)

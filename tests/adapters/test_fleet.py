@@ -11,6 +11,10 @@ import aiohttp
 import msgspec
 import pytest
 
+from halfmoon.conductor.replay.logfile import LogFile
+from halfmoon.conductor.replay.verify import Replay
+from halfmoon.conductor.replay.whatif import compare, recorded
+from halfmoon.conductor.simulation.report import Workers
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartMixed
 from halfmoon.schemas.events import DecodeFailed, PolicyChanged, WorkerLeft
@@ -282,3 +286,12 @@ async def test_the_log_replays_and_names_both_candidates(fleet: FakeFleet, tmp_p
     text = explained(tmp_path / "run.jsonl.zst", said["id"])
     assert "vllm-0" in text, text
     assert "vllm-1" in text, text
+    # What if: the same requests at two simulated mixed workers.
+    run = recorded(Replay(LogFile(tmp_path / "run.jsonl.zst")))
+    found = compare(run, msgspec.structs.replace(run.policy, ttft_slo_ns=1))
+    assert (found.recorded.setting.workers, run.cluster.token_budget) == (Workers(0, 0, 2), 2_048)
+    for simulation in (found.simulated, found.what_if):
+        endings = simulation.endings
+        assert endings.completed + sum(endings.rejected.values()) == len(run.arrivals)
+    assert found.simulated.service.hits_by_source["local"] > 0.1
+    assert found.what_if.endings.completed < found.simulated.endings.completed

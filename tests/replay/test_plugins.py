@@ -18,9 +18,10 @@ from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement.policies import PolicyMissing, installed
 from halfmoon.conductor.plugins import failed, install_plugins, policy_title
 from halfmoon.conductor.replay.logfile import Line, lines_of_step
+from halfmoon.conductor.simulation.options import ClusterShape
 from halfmoon.conductor.simulation.profiles import load_profile
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape, World
+from halfmoon.conductor.simulation.world import World
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.events import PolicyChanged, Stamped
 from halfmoon.schemas.policy import Policy

@@ -10,21 +10,26 @@ from recorded import HEADER, saved
 
 from halfmoon.cli.main import main
 from halfmoon.conductor.replay.logfile import Line, lines_of_step
+from halfmoon.conductor.simulation.options import ClusterShape
 from halfmoon.conductor.simulation.profiles import load_profile
+from halfmoon.conductor.simulation.report import Workers
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape, World
+from halfmoon.conductor.simulation.world import World
 from halfmoon.schemas.policy import Policy
 
 S, MS = 1_000_000_000, 1_000_000
+PROFILE = load_profile("a800")
 POLICY = Policy(ttft_slo_ns=4 * S, tbt_slo_ns=30 * MS)
 #: Long prompts, which one prefill worker cannot do; and long answers, whose batch is too large for one decode worker.
 PROMPTS = [Arrival(at_ns=n * S // 2, prompt_tokens=8_000, output_tokens=40) for n in range(60)]
 ANSWERS = [Arrival(at_ns=n * S // 8, prompt_tokens=400, output_tokens=900) for n in range(160)]
 
 
-def log_of(path: Path, arrivals: list[Arrival], prefill: int, decode: int) -> Path:
-    world = World(ClusterShape(prefill=prefill, decode=decode), POLICY, load_profile("a800"))
+def log_of(
+    path: Path, cluster: ClusterShape, arrivals: list[Arrival] = PROMPTS[:30], policy: Policy = POLICY
+) -> Path:
+    world = World(cluster, policy, PROFILE)
     lines: list[Line] = []
     world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
     world.run(arrivals, sample_ns=10**10)
@@ -51,23 +56,30 @@ def test_the_split_that_is_proposed_holds_more_than_the_one_that_was_recorded(
     arrivals: list[Arrival],
     recorded: tuple[int, int],
 ) -> None:
-    log = log_of(tmp_path / "log.jsonl.zst", arrivals, *recorded)
+    prefill, decode = recorded
+    log = log_of(tmp_path / "log.jsonl.zst", ClusterShape(prefill=prefill, decode=decode), arrivals)
     assert halfmoon("size", "--from-log", log, "--workers-max", 4, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     was = next(one for one in found["splits"] if (one["prefill"], one["decode"]) == recorded)
     best = found["best"]
-    assert [(one["prefill"], one["decode"]) for one in found["splits"]] == [(1, 3), (2, 2), (3, 1)]
+    assert [(one["prefill"], one["decode"], one["mixed"]) for one in found["splits"]] == [
+        (1, 3, 0),
+        (2, 2, 0),
+        (3, 1, 0),
+        (0, 0, 4),
+    ]
     assert best["held"] > was["held"] + 0.1
     held = {
-        prefill: simulate(
+        workers: simulate(
             arrivals,
-            ClusterShape(prefill=prefill, decode=4 - prefill),
+            ClusterShape(**workers._asdict()),
             POLICY,
-            load_profile("a800"),
+            PROFILE,
         ).service.effective_capacity
-        for prefill in (1, 2, 3)
+        for workers in (Workers(1, 3), Workers(2, 2), Workers(3, 1), Workers(0, 0, 4))
     }
-    assert held[best["prefill"]] == max(held.values()), (held, found)
+    chosen = Workers(best["prefill"], best["decode"], best["mixed"])
+    assert held[chosen] == max(held.values()), (held, found)
     assert found["slo"] == {"ttft_ns": POLICY.ttft_slo_ns, "tbt_ns": POLICY.tbt_slo_ns}
     fewest = found["fewest"]
     assert fewest["held"] >= 0.9
@@ -75,23 +87,59 @@ def test_the_split_that_is_proposed_holds_more_than_the_one_that_was_recorded(
     told = capsys.readouterr().out
     assert f"recorded with {recorded[0]} prefill + {recorded[1]} decode" in told
     assert "of 3 workers: " in told
-    assert f"fewest: {fewest['prefill']} prefill + {fewest['decode']} decode" in told
+    assert f"fewest, two pools: {fewest['prefill']} prefill + {fewest['decode']} decode" in told
 
 
 def test_objectives_of_ones_own_and_more_than_any_number_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = log_of(tmp_path / "log.jsonl.zst", PROMPTS[:40], 1, 1)
+    log = log_of(tmp_path / "log.jsonl.zst", ClusterShape(prefill=1, decode=1), PROMPTS[:40])
     assert halfmoon("size", "--from-log", log, "--workers-max", 2, "--ttft-ms", 1) == 0
     told = capsys.readouterr().out
     assert "TTFT <= 0.001 s" in told
-    assert "fewest: no number that was tried holds for 90% of the requests" in told
+    assert "fewest, two pools: no number that was tried holds for 90% of the requests" in told
+    assert "fewest, mixed: no number that was tried holds for 90% of the requests" in told
+
+
+def test_a_run_of_mixed_workers_is_compared_with_two_pools(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # An iteration of a whole budget takes a quarter of a second.
+    policy = Policy(ttft_slo_ns=4 * S, tbt_slo_ns=500 * MS)
+    cluster = ClusterShape(prefill=0, decode=0, mixed=3, token_budget=1_000)
+    log = log_of(tmp_path / "log.jsonl.zst", cluster, policy=policy)
+    assert halfmoon("size", "--from-log", log, "--workers-max", 3, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recorded"] == [0, 0, 3]
+    assert [one["mixed"] for one in found["splits"]] == [0, 0, 3]
+    told = simulate(PROMPTS[:30], cluster, policy, PROFILE)
+    assert found["splits"][-1]["held"] == pytest.approx(told.service.effective_capacity, abs=0.1)
+    assert found["fewest_mixed"]["mixed"] <= 3
+    assert halfmoon("size", "--from-log", log, "--workers-max", 3) == 0
+    text = capsys.readouterr().out
+    assert "recorded with 3 mixed" in text
+    assert text.count("as recorded") == 1
+    assert f"fewest, mixed: {found['fewest_mixed']['mixed']} mixed hold for" in text
+
+
+def test_a_split_that_was_recorded_is_among_those_that_are_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = log_of(tmp_path / "log.jsonl.zst", ClusterShape(prefill=1, decode=1, mixed=1))
+    assert halfmoon("size", "--from-log", log, "--workers-max", 2, "--json") == 0
+    splits = json.loads(capsys.readouterr().out)["splits"]
+    assert [(one["prefill"], one["decode"], one["mixed"]) for one in splits] == [
+        (1, 2, 0),
+        (2, 1, 0),
+        (0, 0, 3),
+        (1, 1, 1),
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--workers", "1"], "--workers 1"),
+        (["--workers", "-1"], "--workers -1"),
         (["--ttft-ms", "0"], "--ttft-ms 0"),
         (["--speed", "0"], "--speed 0"),
     ],
@@ -99,6 +147,6 @@ def test_objectives_of_ones_own_and_more_than_any_number_holds(
 def test_nonsense_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], named: str
 ) -> None:
-    log = log_of(tmp_path / "log.jsonl.zst", PROMPTS[:5], 1, 1)
+    log = log_of(tmp_path / "log.jsonl.zst", ClusterShape(prefill=1, decode=1), PROMPTS[:5])
     assert halfmoon("size", "--from-log", log, *options) != 0
     assert named in capsys.readouterr().err

@@ -12,10 +12,11 @@ from recorded import HEADER, saved, status_of
 from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, Line, LogFile, lines_of_step
 from halfmoon.conductor.replay.verify import Replay, verify
 from halfmoon.conductor.replay.whatif import NothingToSimulate, Recorded, compare, described, recorded
+from halfmoon.conductor.simulation.options import ClusterShape
 from halfmoon.conductor.simulation.profiles import load_profile
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
-from halfmoon.conductor.simulation.world import ClusterShape, World
+from halfmoon.conductor.simulation.world import World
 from halfmoon.schemas.decisions import MoveKv, StartDecode
 from halfmoon.schemas.events import WorkerJoined
 from halfmoon.schemas.policy import Policy
@@ -31,18 +32,20 @@ def arrivals() -> list[Arrival]:
     return read_trace(TRACE)[:400]
 
 
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory, arrivals: list[Arrival]) -> LogFile:
-    """Of a simulated cluster, so that what is put together again from the log can be compared with what it
-    was.
-    """
-    world = World(CLUSTER, POLICY, load_profile("a800"))
+def log_of(path: Path, cluster: ClusterShape, arrivals: list[Arrival], policy: Policy = POLICY) -> LogFile:
+    """Of a simulated cluster, so that what is put together again from the log can be compared with what it was."""
+    world = World(cluster, policy, load_profile("a800"))
     lines: list[Line] = []
     world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
     world.run(arrivals, sample_ns=10**10)
     while world.core.state.requests:  # the last ones have ended, and the log has yet to be told
         world.clock.step()
-    return saved(tmp_path_factory.mktemp("whatif") / "log.jsonl.zst", lines, HEADER)
+    return saved(path, lines, HEADER)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory, arrivals: list[Arrival]) -> LogFile:
+    return log_of(tmp_path_factory.mktemp("whatif") / "log.jsonl.zst", CLUSTER, arrivals)
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +124,62 @@ def test_a_run_without_kv_cannot_be_simulated() -> None:
 NOT_SIMULATED = {
     "attention": "the run has 2 attention workers, which are not simulated here",
     "lending": "decode workers lent KV of {lent} requests to each other, which is not simulated here",
-    "mixed": "the run has 1 mixed worker, which is not simulated here",
 }
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_run_of_one_half_cannot_be_simulated(tmp_path: Path, log: LogFile, role: str) -> None:
+    lines = [
+        msgspec.structs.replace(line, event=msgspec.structs.replace(line.event, role=role))
+        if isinstance(line, EventLine) and isinstance(line.event, WorkerJoined)
+        else line
+        for line in log.lines()
+    ]
+    half = saved(tmp_path / "half.jsonl.zst", lines, HEADER)
+    with pytest.raises(NothingToSimulate, match="no worker that prefills, or none that decodes"):
+        recorded(Replay(half))
+
+
+#: Engines as `halfmoon adapt` reports them: mixed workers of one budget.
+MIXED = ClusterShape(prefill=0, decode=0, mixed=4, pool_blocks=2_000, token_budget=2_048)
+#: An iteration of a whole budget takes half a second.
+MIXED_POLICY = Policy(ttft_slo_ns=20_000_000_000, tbt_slo_ns=1_000_000_000)
+
+
+@pytest.fixture(scope="module")
+def mixed_run(tmp_path_factory: pytest.TempPathFactory, arrivals: list[Arrival]) -> Recorded:
+    path = tmp_path_factory.mktemp("mixed") / "log.jsonl.zst"
+    return recorded(Replay(log_of(path, MIXED, arrivals, MIXED_POLICY)))
+
+
+def test_a_run_of_mixed_workers_is_put_together_again(mixed_run: Recorded) -> None:
+    profile = load_profile("a800")
+    assert mixed_run.cluster == msgspec.structs.replace(
+        MIXED,
+        decode_pool_blocks=2_000,
+        kv_blocks=profile.kv_bytes // profile.layout(512).block_bytes,
+    )
+    learned, true = mixed_run.profile.cost, profile.cost
+    assert learned.prefill_per_token_ps == pytest.approx(true.prefill_per_token_ps, rel=0.1)
+    assert learned.decode_base_ns == pytest.approx(true.decode_base_ns, rel=0.1)
+
+
+def test_a_run_of_mixed_workers_is_simulated_near_its_record(
+    mixed_run: Recorded, arrivals: list[Arrival]
+) -> None:
+    told = simulate(arrivals, MIXED, MIXED_POLICY, load_profile("a800"))
+    found = compare(mixed_run, msgspec.structs.replace(mixed_run.policy, name="random"))
+    was, now, other = found.recorded, found.simulated, found.what_if
+    assert (was.setting.mixed, was.endings.completed) == (4, told.endings.completed)
+    # A first token is drawn when the log hears of it, whatever shared the iterations of its prompt.
+    assert was.service.ttft_ms == told.service.ttft_ms
+    assert was.service.tbt_ms == told.service.tbt_ms
+    assert now.endings.completed == pytest.approx(was.endings.completed, rel=0.05)
+    assert now.service.ttft_ms.mean == pytest.approx(was.service.ttft_ms.mean, rel=0.15)
+    assert now.service.tbt_ms.mean == pytest.approx(was.service.tbt_ms.mean, rel=0.15)
+    assert now.service.token_reuse == pytest.approx(was.service.token_reuse, abs=0.02)
+    assert other.digest != now.digest
+    assert "4 mixed; SLO: first token 20 s" in described(found, "random.toml")
 
 
 def borrowers(path: Path) -> set[str]:
@@ -135,11 +192,9 @@ def borrowers(path: Path) -> set[str]:
 @pytest.mark.parametrize("kind", NOT_SIMULATED)
 @pytest.mark.parametrize("command", ["what-if", "size"])
 def test_what_is_not_simulated_is_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], log: LogFile, kind: str, command: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, command: str
 ) -> None:
-    file = tmp_path / "mixed.jsonl.zst" if kind == "mixed" else GOLDEN / f"{kind}.jsonl.zst"
-    if kind == "mixed":
-        saved(file, with_a_mixed_worker(log), HEADER)
+    file = GOLDEN / f"{kind}.jsonl.zst"
     policy = tmp_path / "policy.toml"
     policy.write_text('name = "random"\n')
     words = {
@@ -149,18 +204,6 @@ def test_what_is_not_simulated_is_refused_by_name(
     assert status_of(*words[command]) == 1
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"halfmoon: {NOT_SIMULATED[kind].format(lent=len(borrowers(file)))}\n")
-
-
-def with_a_mixed_worker(log: LogFile) -> list[Line]:
-    """The lines of a log, and one more worker, which joins last."""
-    lines = [*log.lines()]
-    events = [line for line in lines if isinstance(line, EventLine)]
-    joined = next(line.event for line in events if isinstance(line.event, WorkerJoined))
-    mixed = msgspec.structs.replace(
-        joined, worker_id="mixed-0", role="mixed", token_budget=joined.layout.block_tokens
-    )
-    last = events[-1]
-    return [*lines, msgspec.structs.replace(last, seq=last.seq + 1, event=mixed)]
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,11 @@ from benchmarks.papers.experiments.batching import (
     zipf_lengths,
 )
 from benchmarks.papers.systems import run_system
-from halfmoon.conductor.simulation.options import RunOptions
+from halfmoon.conductor.simulation.options import ClusterShape, RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.report import Objectives
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy
 
 YI = RooflineTimes(YI_34B, A100, 2)

@@ -12,12 +12,11 @@ import pytest
 from halfmoon.cli.commands import parser_of
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.cli.simulation import simulate as command
-from halfmoon.conductor.simulation.options import RunOptions
+from halfmoon.conductor.simulation.options import ClusterShape, RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, TraceInvalid, faster, ordered, read_trace
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy
 
 S, MS = 1_000_000_000, 1_000_000

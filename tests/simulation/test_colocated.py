@@ -8,12 +8,11 @@ import pytest
 
 from benchmarks.papers.colocated import COLOCATED
 from benchmarks.papers.systems import run_system
-from halfmoon.conductor.simulation.options import RunOptions
+from halfmoon.conductor.simulation.options import ClusterShape, ConfigurationImpossible, RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible
 from halfmoon.schemas.policy import Policy
 
 MS = 1_000_000

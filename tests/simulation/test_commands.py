@@ -20,7 +20,7 @@ from tests.tree_copies import ROOT, copy_tree
 
 #: In this order, whatever records the report is made of.
 KEYS = (
-    "system policy admission profile prefill decode speed seed complete requests completed failed open rejected "
+    "system policy admission profile prefill decode speed seed mixed complete requests completed failed open rejected "
     "wasted_prefills ttft_ms tbt_ms token_reuse hits_by_source effective_capacity goodput_s duration_s prefill_gpu_s "
     "decode_gpu_s prefill_busy bytes_moved bytes_fetched bytes_pushed failed_fetches ttft_error tbt_error slo events "
     "digest role_changes wall_s"
@@ -115,7 +115,14 @@ def test_experiments_are_the_same_again_and_what_is_missing_is_said(
     ("words", "message"),
     [
         (["simulate", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["simulate", "--prefill", "0"], "--prefill 0: must be positive"),
+        (["simulate", "--prefill", "0"], "--prefill 0: at least 1, or with --mixed none of either"),
+        (
+            ["simulate", "--mixed", "1", "--decode", "0"],
+            "--decode 0: at least 1, or with --mixed none of either",
+        ),
+        (["simulate", "--mixed", "-1"], "--mixed -1: must not be negative"),
+        (["simulate", "--token-budget", "-1"], "--token-budget -1: must not be negative"),
+        (["simulate", "--mixed", "1", "--system", "vllm"], "--mixed: not with --system vllm"),
         (["simulate", "--speed", "-1"], "--speed -1"),
         (["simulate", "--profile", "x"], "profile x: there is llama3-70b-8xa800"),
         (["simulate", "--block-tokens", "100"], "cannot be cut into 100"),

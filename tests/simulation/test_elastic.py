@@ -7,11 +7,11 @@ import random
 import pytest
 
 from benchmarks.papers.experiments.elastic import SLO, WORKERS, Swinging
-from halfmoon.conductor.simulation.options import RunOptions
+from halfmoon.conductor.simulation.options import ClusterShape, RunOptions
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape, World
+from halfmoon.conductor.simulation.world import World
 from halfmoon.schemas.events import RoleWanted
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Policy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfmoon.conductor.simulation.block_cache import BlockCache
+from halfmoon.conductor.simulation.nodes import BlockCache
 
 
 def keys(text: str) -> list[bytes]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from halfmoon.conductor.simulation.options import ClusterShape
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy
 from tests.conductor.conductor_scripts import keys
 

@@ -13,13 +13,13 @@ from typing import get_args
 import msgspec
 import pytest
 
-from halfmoon.conductor.simulation.options import RunOptions
+from halfmoon.conductor.simulation.options import ClusterShape, ConfigurationImpossible, RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800, PROFILES
 from halfmoon.conductor.simulation.report import SimulationReport
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible, World
+from halfmoon.conductor.simulation.world import World
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 from tests.lengths import sizes
 
@@ -113,7 +113,7 @@ def test_what_a_process_holds_is_frozen_for_a_simulation_alone(trace_file: Path)
         "from halfmoon.conductor.simulation.profiles import LLAMA3_A800\n"
         "from halfmoon.conductor.simulation.options import RunOptions\n"
         "from halfmoon.conductor.simulation.trace import read_trace\n"
-        "from halfmoon.conductor.simulation.world import ClusterShape\n"
+        "from halfmoon.conductor.simulation.options import ClusterShape\n"
         "from halfmoon.schemas.policy import Policy\n"
         "arrivals = read_trace(sys.argv[1])[:120]\n"
         "def run():\n"
@@ -139,7 +139,7 @@ def test_a_run_is_the_same_again_in_another_process(
         "from halfmoon.conductor.simulation.profiles import LLAMA3_A800\n"
         "from halfmoon.conductor.simulation.options import RunOptions\n"
         "from halfmoon.conductor.simulation.trace import read_trace\n"
-        "from halfmoon.conductor.simulation.world import ClusterShape\n"
+        "from halfmoon.conductor.simulation.options import ClusterShape\n"
         "from halfmoon.schemas.policy import Policy\n"
         "report = simulate(read_trace(sys.argv[1])[:int(sys.argv[2])], ClusterShape(prefill=8, decode=8), "
         "Policy(), LLAMA3_A800, RunOptions(noise_percent=5, seed=4))\n"

@@ -7,12 +7,12 @@ import pytest
 
 from benchmarks.papers.experiments.stages import GROUPS, PROFILE, SHARE_MAX, traffic_gb
 from halfmoon.cli.main import main
+from halfmoon.conductor.simulation.options import ClusterShape, ConfigurationImpossible
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.stages import stage_times
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import LayerStage
 from halfmoon.schemas.policy import Policy

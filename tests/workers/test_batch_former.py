@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.papers.batching.ways import Batching, BlockRoom, ComparedFormer
-from halfmoon.workers.batch_former import BatchFormer, Iteration, PromptChunk, token_budget
+from benchmarks.papers.batching.ways import Batching, ComparedFormer
+from halfmoon.workers.batch_former import BatchFormer, BlockRoom, Iteration, PromptChunk
+from halfmoon.workers.token_budget import token_budget
 
 BLOCK_TOKENS = 4
 ITERATIONS_MAX = 3_000

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from benchmarks.papers.batching.ways import BlockRoom
-from halfmoon.workers.batch_former import BatchFormer, Iteration
+from halfmoon.workers.batch_former import BatchFormer, BlockRoom, Iteration
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.prompt_rows import PromptRows

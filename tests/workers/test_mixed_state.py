@@ -89,10 +89,17 @@ def test_decodes_go_on_while_a_long_prompt_is_computed() -> None:
     script.begin(order(1, prompt=4, answer=12))
     while not script.delivered:
         script.advance()
+    begun_ns = script.now_ns + MS
     script.begin(order(2, prompt=60, answer=2))
+    while "r2" not in script.delivered:
+        script.advance()
+        drawn_ns = script.now_ns - MS  # then it heard that the engine is idle
     script.run()
     both = [step for step in script.steps if step.chunks and step.decodes]
     assert len(both) >= 10
+    told = [each.event for each in script.said if isinstance(each, Report)]
+    first_token_ns = {each.request_id: each.ttft_ns for each in told if isinstance(each, RequestFinished)}
+    assert first_token_ns["r2"] == drawn_ns - begun_ns
     assert all(sum(len(chunk.token_ids) for chunk in step.chunks) <= 8 for step in both)
     assert script.delivered == {"r1": answer_of(1, 4, 12), "r2": answer_of(2, 60, 2)}
 

@@ -35,6 +35,8 @@ Source: Sarathi-Serve (OSDI'24), section 4.2 (stall-free batching).
 
 from __future__ import annotations
 
+import msgspec
+
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartMixed
 from halfmoon.schemas.events import DecodeStarted, WorkerHeartbeat
@@ -359,7 +361,10 @@ class MixedState:
         sequence = request.sequence
         assert sequence.result is not None, request.order_id
         self._end_span(sequence)
-        self.out.append(Report(sequence.finished(self.worker_id, sequence.result, self.now_ns)))
+        told = sequence.finished(self.worker_id, sequence.result, self.now_ns)
+        # Decodes in the iterations of its prompt took time too, which is no part of what computing it took.
+        ttft_ns = sequence.started_ns - request.job.arrived_ns
+        self.out.append(Report(msgspec.structs.replace(told, ttft_ns=ttft_ns)))
         self.finished.keep(sequence)
         self._forget(request)
 

@@ -21,7 +21,7 @@ from benchmarks.papers.devices import (
 from halfmoon.conductor.simulation.profiles import ALL_REDUCE_NS
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.workers.batch_former import token_budget
+from halfmoon.workers.token_budget import token_budget
 
 #: Rows of a tile of a matrix product: more than one tile's are computed as whole ones.
 TILE_ROWS = 128
@@ -44,12 +44,7 @@ class ProfileTimes:
         self._cost = cost
 
     def iteration_ns(self, chunks: Sequence[tuple[int, int]], sequences: int, context_tokens: int) -> float:
-        cost = self._cost
-        took = sum(cost.prefill_ns(start + tokens, start) - cost.prefill_base_ns for start, tokens in chunks)
-        base = cost.prefill_base_ns if chunks else cost.decode_base_ns
-        if sequences:
-            took += cost.step_ns(sequences, context_tokens) - cost.decode_base_ns
-        return float(base + took)
+        return float(self._cost.iteration_ns(chunks, sequences, context_tokens))
 
 
 class RooflineTimes:

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from benchmarks.papers.batching.iteration_times import IterationTimes
-from benchmarks.papers.batching.ways import Batching, BlockRoom, ComparedFormer
+from benchmarks.papers.batching.ways import Batching, ComparedFormer
+from halfmoon.workers.batch_former import BlockRoom
 
 
 class PipelineFigures(msgspec.Struct, frozen=True, kw_only=True):

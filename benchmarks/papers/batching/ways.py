@@ -1,4 +1,4 @@
-"""Other ways of batching than the mixed worker's, for comparison with it, and a cache that is a number of blocks.
+"""Other ways of batching than the mixed worker's, for comparison with it.
 
 Source: Sarathi-Serve (OSDI'24, arXiv 2403.02310), sections 3 and 5.4.
 """
@@ -90,36 +90,3 @@ class ComparedFormer(BatchFormer):
         rest = member.tokens - member.computed
         # A prompt longer than the budget goes alone.
         return rest if rest <= left or not self._chunk_taken else 0
-
-
-class BlockRoom:
-    """Blocks of a paged cache, by number alone: a prompt's when it enters, one more as a sequence grows into it."""
-
-    def __init__(self, blocks: int, block_tokens: int, *, spare_blocks: int = 0) -> None:
-        """`spare_blocks` stay free when a request enters and others are in, so that these can grow."""
-        self.blocks, self.block_tokens, self.spare_blocks = blocks, block_tokens, spare_blocks
-        self.free = blocks
-        self._tokens: dict[str, int] = {}
-
-    def enter(self, name: str, tokens: int) -> int | None:
-        needed = self._blocks_of(tokens)
-        if needed + (self.spare_blocks if self._tokens else 0) > self.free:
-            return None
-        self.free -= needed
-        self._tokens[name] = tokens
-        return 0
-
-    def grow(self, name: str) -> bool:
-        tokens = self._tokens[name]
-        more = self._blocks_of(tokens + 1) - self._blocks_of(tokens)
-        if more > self.free:
-            return False
-        self.free -= more
-        self._tokens[name] = tokens + 1
-        return True
-
-    def leave(self, name: str) -> None:
-        self.free += self._blocks_of(self._tokens.pop(name))
-
-    def _blocks_of(self, tokens: int) -> int:
-        return -(-tokens // self.block_tokens)

@@ -8,10 +8,10 @@ import msgspec
 
 from benchmarks.papers.experiments.load import ADMISSIONS
 from benchmarks.papers.experiments.runner import MS, Context, S, Section
+from halfmoon.conductor.simulation.options import ClusterShape
 from halfmoon.conductor.simulation.profiles import LLAMA2_A800, LLAMA3_A800, Profile
 from halfmoon.conductor.simulation.report import Objectives
 from halfmoon.conductor.simulation.trace import TRACE_BLOCK_TOKENS, Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import PolicyName
 
 

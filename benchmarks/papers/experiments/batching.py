@@ -12,13 +12,14 @@ import msgspec
 
 from benchmarks.papers.batching.iteration_times import RooflineTimes, budget_for
 from benchmarks.papers.batching.pipeline import PipelineFigures, run_pipeline
-from benchmarks.papers.batching.ways import Batching, BlockRoom, ComparedFormer
+from benchmarks.papers.batching.ways import Batching, ComparedFormer
 from benchmarks.papers.batching.worker import IterationWorker
 from benchmarks.papers.devices import Device, ServedModel
 from benchmarks.papers.experiments.runner import Context, Section
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.workers.batch_former import BlockRoom
 
 # Data sheets: bf16 dense peak, memory bandwidth, memory. Prices play no part here.
 A100 = Device(name="a100", flops=312e12, memory_bytes_s=2.039e12, memory_bytes=80e9, dollars_hour=0.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from benchmarks.papers.experiments.runner import Context, Section, within
 from benchmarks.papers.plots import curves
+from halfmoon.conductor.simulation.options import ClusterShape
 from halfmoon.conductor.simulation.trace import reuse
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import PolicyName
 
 

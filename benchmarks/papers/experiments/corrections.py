@@ -9,12 +9,11 @@ from collections.abc import Sequence
 import msgspec
 
 from benchmarks.papers.experiments.runner import Context, S, Section
-from halfmoon.conductor.simulation.options import RunOptions
+from halfmoon.conductor.simulation.options import ClusterShape, RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy
 
 #: That of a live cluster.

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import msgspec
 
 from benchmarks.papers.experiments.runner import MS, Context, S, Section
+from halfmoon.conductor.simulation.options import ClusterShape
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.trace import Arrival, faster
-from halfmoon.conductor.simulation.world import ClusterShape
 
 WORKERS = 16
 SLO = Objectives(ttft_ns=10 * S, tbt_ns=30 * MS)

@@ -11,11 +11,11 @@ import msgspec
 
 from benchmarks.papers.experiments.runner import MS, Context, S, Section
 from benchmarks.papers.plots import curves
+from halfmoon.conductor.simulation.options import ClusterShape
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA2_A800
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import AdmissionName
 
 ADMISSIONS: tuple[AdmissionName, ...] = ("late", "early", "predicted")

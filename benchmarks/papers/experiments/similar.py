@@ -6,11 +6,11 @@ import hashlib
 import random
 
 from benchmarks.papers.experiments.runner import Context, S, Section, within
+from halfmoon.conductor.simulation.options import ClusterShape
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.report import Objectives
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.similar import expected_reuse, resemblance_percent, sketch_of
 
 TOKENS = (600, 1_000, 2_000, 5_000, 10_000)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from benchmarks.papers.experiments.runner import Context, S, Section
+from halfmoon.conductor.simulation.options import ClusterShape
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 
 TOKENS = (8_192, 16_384, 32_768, 65_536, 131_072)
 GROUPS = (1, 2, 4)
