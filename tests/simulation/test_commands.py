@@ -93,6 +93,16 @@ def test_capacity_and_size_answer(trace_file: Path, capsys: pytest.CaptureFixtur
     size = json.loads(ran(capsys, "size", *few, "--workers-max", 8, "--tbt-ms", 100)[1])
     assert size["held"] >= 0.9
     assert size["prefill"] + size["decode"] < 16
+    few = (*few, "--token-budget", 1_024, "--mixed", 1)
+    mixed = json.loads(ran(capsys, "size", *few, "--workers-max", 4)[1])
+    assert (mixed["prefill"], mixed["decode"]) == (0, 0)
+    pools = ("--prefill", 0, "--decode", 0)
+    held = [
+        json.loads(ran(capsys, "simulate", *few, *pools, "--mixed", count)[1])["effective_capacity"]
+        for count in (mixed["mixed"] - 1 or 1, mixed["mixed"])
+    ]
+    assert (held[-1] == pytest.approx(mixed["held"], abs=1e-4)) and held[-1] >= 0.9
+    assert held[0] < 0.9 or mixed["mixed"] == 1
 
 
 @pytest.mark.slow
