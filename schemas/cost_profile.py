@@ -61,11 +61,13 @@ class CostProfile(Part, frozen=True):
         )
 
     def iteration_ns(self, chunks: Sequence[tuple[int, int]], sequences: int, context_tokens: int) -> int:
-        """Time of one iteration of a mixed worker. The base counts once, for weights are read once.
+        """Time of one iteration of a mixed worker. Weights are read once, so of two bases the larger one counts.
 
         `chunks` of prompts are each (tokens before it, its tokens); each of `sequences` has one token more.
         """
-        took_ns = self.prefill_base_ns if chunks else self.decode_base_ns
+        # What a mixed worker has learned of prompts is what their chunks add to decodes: its base of a prefill may be
+        # far below the one of a step.
+        took_ns = max(self.prefill_base_ns if chunks else 0, self.decode_base_ns if sequences else 0)
         for start, tokens in chunks:
             took_ns += self.prefill_ns(start + tokens, start) - self.prefill_base_ns
         if sequences:

@@ -138,6 +138,12 @@ def test_an_iteration_takes_what_the_profile_says_of_its_rows() -> None:
     assert first.ttft_ns == cost.iteration_ns([(0, 1_001)], 0, 0) + cost.iteration_ns([(1_001, 999)], 0, 0)
     assert cost.iteration_ns([], 3, 5_000) == cost.step_ns(3, 5_000)
     assert cost.iteration_ns([(0, 700)], 0, 0) == cost.prefill_ns(700, 0)
+    # Of two bases the larger one counts, whichever it is.
+    learned = msgspec.structs.replace(cost, prefill_base_ns=0)
+    both_ns = cost.iteration_ns([(0, 700)], 3, 5_000)
+    assert both_ns == cost.prefill_ns(700, 0) + cost.step_ns(3, 5_000) - cost.decode_base_ns
+    assert learned.iteration_ns([(0, 700)], 3, 5_000) == learned.prefill_ns(700, 0) + cost.step_ns(3, 5_000)
+    assert cost.prefill_base_ns == cost.decode_base_ns
     # Beside a decode the second one has a thousand tokens an iteration; the first waits for these.
     chunk_ns = [cost.iteration_ns([(at, 1_000)], 1, 2_010) for at in (0, 1_000, 2_000)]
     assert second.ttft_ns == pytest.approx(sum(chunk_ns), abs=2 * cost.step_ns(1, 2_040))
