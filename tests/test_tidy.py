@@ -137,6 +137,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "store.transports.tcp",
     },
     "workers.batch_former": set(),
+    "workers.token_budget": {"schemas"},
     "workers.model.loading": set(),
     "workers.model.text": {"workers.model.loading"},
     "workers.model": {"workers.model.loading"},

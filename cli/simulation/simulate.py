@@ -53,6 +53,37 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--requests", type=int, default=0, help="only the first so many (0: all)")
     group.add_argument("--ttft-ms", type=int, default=TTFT_MS, help="objective: time to first token")
     group.add_argument("--tbt-ms", type=int, default=TBT_MS, help="objective: time between tokens")
+    _add_cluster(parser)
+    if (others := papers("systems")) is not None:
+        others.add(parser)
+    else:
+        parser.set_defaults(system="halfmoon")
+    parser.add_argument("--seed", type=int, default=0, help="of the random policy and of the noise")
+    parser.add_argument(
+        "--noise-percent", type=int, default=0, help="computations differ from the profile by up to"
+    )
+    parser.add_argument(
+        "--cost-times",
+        metavar="S:FACTOR,...",
+        default="",
+        help="computations take so many times what the profile says, from so many seconds on: 3, or 0:1,600:3",
+    )
+    parser.add_argument(
+        "--copies-price",
+        choices=get_args(CopiesPrice),
+        default="displaced",
+        help="what a copy of blocks costs under policy halfmoon: what displaced ones are seen to cost (as in a live "
+        "cluster), or what blocks save on average",
+    )
+    parser.add_argument(
+        "--correction-window",
+        type=int,
+        default=0,
+        help="predictions are corrected by so many of the last measurements (a live cluster: 15); 0: they are not",
+    )
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cluster")
     group.add_argument(
         "--policy",
@@ -93,33 +124,6 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-blocks", type=int, default=-1, help="of a worker's own cache")
     group.add_argument(
         "--link-gbit", type=float, default=0.0, help="of a node's network (default: the profile's)"
-    )
-    if (others := papers("systems")) is not None:
-        others.add(parser)
-    else:
-        parser.set_defaults(system="halfmoon")
-    parser.add_argument("--seed", type=int, default=0, help="of the random policy and of the noise")
-    parser.add_argument(
-        "--noise-percent", type=int, default=0, help="computations differ from the profile by up to"
-    )
-    parser.add_argument(
-        "--cost-times",
-        metavar="S:FACTOR,...",
-        default="",
-        help="computations take so many times what the profile says, from so many seconds on: 3, or 0:1,600:3",
-    )
-    parser.add_argument(
-        "--copies-price",
-        choices=get_args(CopiesPrice),
-        default="displaced",
-        help="what a copy of blocks costs under policy halfmoon: what displaced ones are seen to cost (as in a live "
-        "cluster), or what blocks save on average",
-    )
-    parser.add_argument(
-        "--correction-window",
-        type=int,
-        default=0,
-        help="predictions are corrected by so many of the last measurements (a live cluster: 15); 0: they are not",
     )
 
 
