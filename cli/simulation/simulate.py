@@ -192,12 +192,8 @@ def simulated(
     for option in ("mixed", "token_budget"):
         if getattr(args, option) < 0:
             raise OptionInvalid(f"--{option.replace('_', '-')} {getattr(args, option)}: must not be negative")
-    none = args.mixed > 0 and args.prefill == args.decode == 0
-    for option in ("prefill", "decode"):
-        if getattr(args, option) < 1 and not none:
-            raise OptionInvalid(
-                f"--{option} {getattr(args, option)}: at least 1, or with --mixed none of either"
-            )
+    if role := cluster_of(args).lacks:
+        raise OptionInvalid(f"--{role} {getattr(args, role)}: at least 1, or with --mixed none of either")
     if not 0 < speed < 1e6:
         raise OptionInvalid(f"--speed {speed:g}: must be positive")
     if not 0 <= args.noise_percent < 100:

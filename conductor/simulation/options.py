@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -36,12 +37,12 @@ class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
     def workers(self) -> Workers:
         return Workers(self.prefill, self.decode, self.mixed)
 
-    def check(self) -> None:
-        """Raises ConfigurationImpossible for numbers of workers that serve nobody."""
-        for name in ("prefill", "decode"):
-            none = self.mixed > 0 and not self.prefill and not self.decode
-            if getattr(self, name) < 1 and not none:
-                raise ConfigurationImpossible(f"{name}: at least one worker is needed")
+    @property
+    def lacks(self) -> Literal["", "prefill", "decode"]:
+        """The role without which nobody is served; "" where there is none."""
+        if self.mixed > 0 and self.prefill == self.decode == 0:
+            return ""
+        return "prefill" if self.prefill < 1 else "decode" if self.decode < 1 else ""
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):

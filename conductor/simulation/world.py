@@ -158,7 +158,8 @@ class World:
         self._build(cluster)
 
     def _build(self, cluster: ClusterShape) -> None:
-        cluster.check()
+        if cluster.lacks:
+            raise ConfigurationImpossible(f"{cluster.lacks}: at least one worker is needed")
         block_bytes = self.layout.block_bytes
         kv_blocks = cluster.kv_blocks if cluster.kv_blocks >= 0 else self.profile.kv_bytes // block_bytes
         pool = cluster.pool_blocks if cluster.pool_blocks >= 0 else self.profile.pool_bytes // block_bytes

@@ -21,6 +21,11 @@ from halfmoon.conductor.replay.logfile import (
     LogWriter,
     lines_of_step,
 )
+from halfmoon.conductor.simulation.options import ClusterShape
+from halfmoon.conductor.simulation.profiles import load_profile
+from halfmoon.conductor.simulation.trace import Arrival
+from halfmoon.conductor.simulation.world import World
+from halfmoon.schemas.policy import Policy
 
 HEADER = Header(
     format=FORMAT, saved_by="t", cluster="random", code_version="t", log_version=LOG_VERSION, first_seq=1
@@ -45,6 +50,18 @@ def saved(path: Path, lines: Iterable[Line], header: Header = HEADER) -> LogFile
         for line in lines:
             out.write(line)
     return LogFile(path)
+
+
+def simulated_log(path: Path, cluster: ClusterShape, arrivals: list[Arrival], policy: Policy) -> World:
+    """Saves the log of a simulated cluster on `a800`, so that what is made of it can be compared with what it was."""
+    world = World(cluster, policy, load_profile("a800"))
+    lines: list[Line] = []
+    world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
+    world.run(arrivals, sample_ns=10**10)
+    while world.core.state.requests:  # the last ones have ended, and the log has yet to be told
+        world.clock.step()
+    saved(path, lines)
+    return world
 
 
 def status_of(*words: object) -> int:

@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 import yaml
 from plugin_packages import EXAMPLE, FEWEST_ORDERS, example_package, nothing_installed, package, site_of
-from recorded import HEADER, saved, status_of
+from recorded import simulated_log, status_of
 
 from halfmoon.cli.operator.policy import changed
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement.policies import PolicyMissing, installed
 from halfmoon.conductor.plugins import failed, install_plugins, policy_title
-from halfmoon.conductor.replay.logfile import Line, lines_of_step
 from halfmoon.conductor.simulation.options import ClusterShape
-from halfmoon.conductor.simulation.profiles import load_profile
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import World
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.events import PolicyChanged, Stamped
 from halfmoon.schemas.policy import Policy
@@ -57,11 +54,7 @@ def recorded(path: Path, policy: Policy) -> dict[str, str]:
     arrivals = [
         Arrival(at_ns=n * 150_000_000, prompt_tokens=4096, output_tokens=4, block_keys=b"") for n in range(24)
     ]
-    world = World(ClusterShape(prefill=3, decode=1), policy, load_profile("a800"))
-    lines: list[Line] = []
-    world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
-    world.run(arrivals, sample_ns=10**9)
-    saved(path, lines, HEADER)
+    world = simulated_log(path, ClusterShape(prefill=3, decode=1), arrivals, policy)
     return {request_id: outcome.prefill_id for request_id, outcome in world.outcomes.items()}
 
 

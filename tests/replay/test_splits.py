@@ -6,16 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from recorded import HEADER, saved
+from recorded import simulated_log, status_of
 
-from halfmoon.cli.main import main
-from halfmoon.conductor.replay.logfile import Line, lines_of_step
 from halfmoon.conductor.simulation.options import ClusterShape
 from halfmoon.conductor.simulation.profiles import load_profile
 from halfmoon.conductor.simulation.report import Workers
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import World
 from halfmoon.schemas.policy import Policy
 
 S, MS = 1_000_000_000, 1_000_000
@@ -29,22 +26,8 @@ ANSWERS = [Arrival(at_ns=n * S // 8, prompt_tokens=400, output_tokens=900) for n
 def log_of(
     path: Path, cluster: ClusterShape, arrivals: list[Arrival] = PROMPTS[:30], policy: Policy = POLICY
 ) -> Path:
-    world = World(cluster, policy, PROFILE)
-    lines: list[Line] = []
-    world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
-    world.run(arrivals, sample_ns=10**10)
-    while world.core.state.requests:
-        world.clock.step()
-    saved(path, lines, HEADER)
+    simulated_log(path, cluster, arrivals, policy)
     return path
-
-
-def halfmoon(*argv: object) -> int:
-    """Its exit status."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(one) for one in argv])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
 
 
 @pytest.mark.parametrize(
@@ -58,7 +41,7 @@ def test_the_split_that_is_proposed_holds_more_than_the_one_that_was_recorded(
 ) -> None:
     prefill, decode = recorded
     log = log_of(tmp_path / "log.jsonl.zst", ClusterShape(prefill=prefill, decode=decode), arrivals)
-    assert halfmoon("size", "--from-log", log, "--workers-max", 4, "--json") == 0
+    assert status_of("size", "--from-log", log, "--workers-max", 4, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     was = next(one for one in found["splits"] if (one["prefill"], one["decode"]) == recorded)
     best = found["best"]
@@ -83,7 +66,7 @@ def test_the_split_that_is_proposed_holds_more_than_the_one_that_was_recorded(
     assert found["slo"] == {"ttft_ns": POLICY.ttft_slo_ns, "tbt_ns": POLICY.tbt_slo_ns}
     fewest = found["fewest"]
     assert fewest["held"] >= 0.9
-    assert halfmoon("size", "--from-log", log, "--workers-max", 4, "--workers", 3) == 0
+    assert status_of("size", "--from-log", log, "--workers-max", 4, "--workers", 3) == 0
     told = capsys.readouterr().out
     assert f"recorded with {recorded[0]} prefill + {recorded[1]} decode" in told
     assert "of 3 workers: " in told
@@ -94,7 +77,7 @@ def test_objectives_of_ones_own_and_more_than_any_number_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = log_of(tmp_path / "log.jsonl.zst", ClusterShape(prefill=1, decode=1), PROMPTS[:40])
-    assert halfmoon("size", "--from-log", log, "--workers-max", 2, "--ttft-ms", 1) == 0
+    assert status_of("size", "--from-log", log, "--workers-max", 2, "--ttft-ms", 1) == 0
     told = capsys.readouterr().out
     assert "TTFT <= 0.001 s" in told
     assert "fewest, two pools: no number that was tried holds for 90% of the requests" in told
@@ -108,14 +91,14 @@ def test_a_run_of_mixed_workers_is_compared_with_two_pools(
     policy = Policy(ttft_slo_ns=4 * S, tbt_slo_ns=500 * MS)
     cluster = ClusterShape(prefill=0, decode=0, mixed=3, token_budget=1_000)
     log = log_of(tmp_path / "log.jsonl.zst", cluster, policy=policy)
-    assert halfmoon("size", "--from-log", log, "--workers-max", 3, "--json") == 0
+    assert status_of("size", "--from-log", log, "--workers-max", 3, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["recorded"] == [0, 0, 3]
     assert [one["mixed"] for one in found["splits"]] == [0, 0, 3]
     told = simulate(PROMPTS[:30], cluster, policy, PROFILE)
     assert found["splits"][-1]["held"] == pytest.approx(told.service.effective_capacity, abs=0.1)
     assert found["fewest_mixed"]["mixed"] <= 3
-    assert halfmoon("size", "--from-log", log, "--workers-max", 3) == 0
+    assert status_of("size", "--from-log", log, "--workers-max", 3) == 0
     text = capsys.readouterr().out
     assert "recorded with 3 mixed" in text
     assert text.count("as recorded") == 1
@@ -126,7 +109,7 @@ def test_a_split_that_was_recorded_is_among_those_that_are_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = log_of(tmp_path / "log.jsonl.zst", ClusterShape(prefill=1, decode=1, mixed=1))
-    assert halfmoon("size", "--from-log", log, "--workers-max", 2, "--json") == 0
+    assert status_of("size", "--from-log", log, "--workers-max", 2, "--json") == 0
     splits = json.loads(capsys.readouterr().out)["splits"]
     assert [(one["prefill"], one["decode"], one["mixed"]) for one in splits] == [
         (1, 2, 0),
@@ -148,5 +131,5 @@ def test_nonsense_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], named: str
 ) -> None:
     log = log_of(tmp_path / "log.jsonl.zst", ClusterShape(prefill=1, decode=1), PROMPTS[:5])
-    assert halfmoon("size", "--from-log", log, *options) != 0
+    assert status_of("size", "--from-log", log, *options) != 0
     assert named in capsys.readouterr().err

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from recorded import HEADER, saved, status_of
+from recorded import HEADER, saved, simulated_log, status_of
 
-from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, Line, LogFile, lines_of_step
+from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, LogFile
 from halfmoon.conductor.replay.verify import Replay, verify
 from halfmoon.conductor.replay.whatif import NothingToSimulate, Recorded, compare, described, recorded
 from halfmoon.conductor.simulation.options import ClusterShape
 from halfmoon.conductor.simulation.profiles import load_profile
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
-from halfmoon.conductor.simulation.world import World
 from halfmoon.schemas.decisions import MoveKv, StartDecode
 from halfmoon.schemas.events import WorkerJoined
 from halfmoon.schemas.policy import Policy
@@ -33,14 +32,8 @@ def arrivals() -> list[Arrival]:
 
 
 def log_of(path: Path, cluster: ClusterShape, arrivals: list[Arrival], policy: Policy = POLICY) -> LogFile:
-    """Of a simulated cluster, so that what is put together again from the log can be compared with what it was."""
-    world = World(cluster, policy, load_profile("a800"))
-    lines: list[Line] = []
-    world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
-    world.run(arrivals, sample_ns=10**10)
-    while world.core.state.requests:  # the last ones have ended, and the log has yet to be told
-        world.clock.step()
-    return saved(path, lines, HEADER)
+    simulated_log(path, cluster, arrivals, policy)
+    return LogFile(path)
 
 
 @pytest.fixture(scope="module")
