@@ -1,4 +1,5 @@
-"""Doubles of vLLM engines, many in one process: HTTP completions and KV events over ZMQ, as an adapter asks for them.
+"""Doubles of vLLMs and SGLangs by turns, many in one process: HTTP completions and KV events over ZMQ, as an adapter
+asks for them.
 
 They compute nothing. Time passes as if they did: prompts one after another, so much for each token that is not cached,
 then the steps of the answer. An answer comes in two writes and its end in a third; its tokens follow from the last
@@ -28,6 +29,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
+WIRES = ("vllm", "sglang")
 FAULTS = ("unstored", "gaps", "resets", "replays", "malformed", "answers")
 MODEL = "double"
 CONTEXT_TOKENS = 8_192
@@ -72,12 +74,14 @@ def answer_of(prompt: Sequence[int], tokens: int) -> list[int]:
 
 
 class Engine:
-    """One engine. `heard`: the newest prompts of all engines in the process, with their salts."""
+    """One engine. `wire`: one of `WIRES`. `heard`: the newest prompts of all engines in the process, with their
+    salts.
+    """
 
     def __init__(
-        self, shape: EngineShape, fault: str, heard: deque[Asked], context: zmq.asyncio.Context
+        self, shape: EngineShape, wire: str, fault: str, heard: deque[Asked], context: zmq.asyncio.Context
     ) -> None:
-        self.shape, self.fault, self.heard = shape, fault, heard
+        self.shape, self.wire, self.fault, self.heard = shape, wire, fault, heard
         #: "requests", "prompt_tokens", "cached_tokens", "broken", "connections": the adapter's probe is left out.
         self.counts: Counter[str] = Counter()
         #: By name, the least recently used first; a prompt's last block is older than its first.
@@ -155,16 +159,19 @@ class Engine:
 
     def _stored(self, asked: Asked, names: list[int], first: int) -> dict[str, Any]:
         size = self.shape.block_tokens
-        salts: list[list[str] | None] = [None] * (len(names) - first)
-        if first == 0:
-            salts[0] = [asked.cache_salt]
-        return {
+        told = {
             "type": "BlockStored", "block_hashes": names[first:],
             "parent_block_hash": names[first - 1] if first else None,
             "token_ids": asked.prompt[first * size : len(names) * size], "block_size": size,
-            "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": salts, "group_idx": 0,
-            "kv_cache_spec_kind": "full_attention",
+            "lora_id": None, "medium": "GPU",
         }  # fmt: skip
+        if self.wire == "sglang":
+            return {**told, "cache_salt": asked.cache_salt}
+        salts: list[list[str] | None] = [None] * (len(names) - first)
+        if first == 0:
+            salts[0] = [asked.cache_salt]
+        own = {"lora_name": None, "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+        return {**told, "extra_keys": salts, **own}
 
     def _publish(self, payload: bytes) -> None:
         lies = self._batches % LIE_EVERY == 0
@@ -206,14 +213,17 @@ class Engine:
 
     def look(self, path: bytes) -> bytes:
         """An answer that needs no computing; b"": there is none at this path."""
+        if path == b"/v1/models":
+            return msgspec.json.encode({"data": [{"id": MODEL, "max_model_len": CONTEXT_TOKENS}]})
+        used = len(self.cache) / self.shape.blocks
+        return self._look_sglang(path, used) if self.wire == "sglang" else self._look_vllm(path, used)
+
+    def _look_vllm(self, path: bytes, used: float) -> bytes:
         match path:
             case b"/health":
                 return b"{}"
-            case b"/v1/models":
-                return msgspec.json.encode({"data": [{"id": MODEL, "max_model_len": CONTEXT_TOKENS}]})
             case b"/metrics":
                 sizes = f'block_size="{self.shape.block_tokens}",num_gpu_blocks="{self.shape.blocks}"'
-                used = len(self.cache) / self.shape.blocks
                 return (
                     f"vllm:cache_config_info{{{sizes}}} 1.0\n"
                     f'vllm:num_requests_running{{model_name="{MODEL}"}} {self._running}\n'
@@ -222,6 +232,22 @@ class Engine:
             case b"/kv_event_sources":
                 source = {"enable_kv_cache_events": True, "endpoint": self._events, "topic": ""}
                 return msgspec.json.encode({"0": {**source, "replay_endpoint": self._replay}})
+            case _:
+                return b""
+
+    def _look_sglang(self, path: bytes, used: float) -> bytes:
+        match path:
+            case b"/model_info":
+                return b"{}"
+            case b"/v1/loads?include=core":
+                return msgspec.json.encode({"loads": [{"token_usage": used}]})
+            case b"/server_info":
+                ports = [int(each.rpartition(":")[2]) for each in (self._events, self._replay)]
+                source = {"endpoint_host": "127.0.0.1", "endpoint_port_base": ports[0], "dp_size": 1}
+                size, tokens = self.shape.block_tokens, self.shape.block_tokens * self.shape.blocks
+                info = {"page_size": size, "max_total_num_tokens": tokens, "chunked_prefill_size": 2_048}
+                source |= {"replay_endpoint_port_base": ports[1], "block_size": size, "topic": ""}
+                return msgspec.json.encode({**info, "kv_events": source})
             case _:
                 return b""
 
@@ -326,7 +352,10 @@ def serve(faults: Sequence[str], shape: EngineShape, pipe: Connection) -> None:
         loop, over = asyncio.get_running_loop(), asyncio.Event()
         context, heard = zmq.asyncio.Context(), deque[Asked](maxlen=200)
         context.set(zmq.MAX_SOCKETS, 4 * len(faults) + 16)
-        engines = [Engine(shape, fault, heard, context) for fault in faults]
+        engines = [
+            Engine(shape, wire, fault, heard, context)
+            for wire, fault in zip(itertools.cycle(WIRES), faults, strict=False)
+        ]
         servers = [
             await loop.create_server(lambda engine=each: Client(engine), "127.0.0.1", 0) for each in engines
         ]

@@ -1,7 +1,7 @@
 """A fleet of engines behind the conductor: 100 that speak vLLM's HTTP and its KV events, and a given rate of requests.
 
 The engines are doubles that compute nothing (`engine_doubles.py`), in one process. Each has an adapter of its own, by
-the command's own code (`halfmoon adapt vllm`), but many of these share a process: 100 processes do not fit two cores.
+the command's own code (`halfmoon adapt`), but many of these share a process: 100 processes do not fit two cores.
 `halfmoon up` has one as a process, the conductors and a frontend; further frontends stand beside it, one real
 nats-server under all.
 
@@ -35,7 +35,7 @@ import nats
 import orjson
 import uvloop
 from clusters import cluster, cpu_s, finish, parsed, parser, pid_of, spread
-from engine_doubles import FAULTS, EngineShape, answer_of, serve
+from engine_doubles import FAULTS, WIRES, EngineShape, answer_of, serve
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
@@ -73,9 +73,10 @@ HITS = (
 
 
 class Engine(NamedTuple):
-    """One double: the name of its worker, its address, and how it lies ("": it does not)."""
+    """One double: the name of its worker, what it speaks, its address, and how it lies ("": it does not)."""
 
     name: str
+    wire: str
     url: str
     fault: str
 
@@ -97,7 +98,7 @@ def adapters(nats_url: str, engines: Sequence[Engine], directory: str, output: s
         flags = ("--nats", nats_url, *MODEL, "--layout-file", f"{directory}/layout.json")
         await asyncio.gather(
             *(
-                adapt.run(words.parse_args(["vllm", "--id", one.name, "--url", one.url, *flags]))
+                adapt.run(words.parse_args([one.wire, "--id", one.name, "--url", one.url, *flags]))
                 for one in engines
             )
         )
@@ -115,8 +116,10 @@ def doubles(faults: Sequence[str], shape: EngineShape) -> Iterator[tuple[list[En
     try:
         ports = ours.recv()
         engines = [
-            Engine(f"vllm-{number}", f"http://127.0.0.1:{port}", fault)
-            for number, (port, fault) in enumerate(zip(ports, faults, strict=True))
+            Engine(f"{wire}-{number}", wire, f"http://127.0.0.1:{port}", fault)
+            for number, (wire, port, fault) in enumerate(
+                zip(itertools.cycle(WIRES), ports, faults, strict=False)
+            )
         ]
         assert process.pid is not None
         yield engines, ours, process.pid
@@ -187,7 +190,7 @@ def _frontend(number: int, nats_url: str, directory: str) -> Iterator[int]:
 
 async def all_joined(bus: Bus, args: argparse.Namespace) -> None:
     """Returns when each engine and each frontend is in the log."""
-    missing = {f"vllm-{number}" for number in range(args.engines)}
+    missing = {f"{WIRES[number % len(WIRES)]}-{number}" for number in range(args.engines)}
     missing |= {f"frontend-{number}" for number in range(args.frontends)}
     try:
         async with asyncio.timeout(START_S):

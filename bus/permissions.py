@@ -120,19 +120,19 @@ def cluster_identities(
     workers: Mapping[WorkerRole, int],
     tenants: Sequence[str] = (),
     elastic: bool = False,
-    adapters: int = 0,
+    adapters: Sequence[str] = (),
     engines: int = 0,
 ) -> list[Identity]:
     """Every process of a cluster with these counts, an operator, a client, and a client of each tenant.
 
-    `elastic`: a prefill worker may become a decode worker, and the reverse. `engines`: those that use a store, each
-    with a store agent.
+    `elastic`: a prefill worker may become a decode worker, and the reverse. `adapters`: their names. `engines`: those
+    that use a store, each with a store agent.
     """
     found = [Identity(role="operator", name=subjects.OPERATOR), Identity(role="client", name="client")]
     found += [Identity(role="tenant", name=f"tenant-{tenant}", tenant=tenant) for tenant in tenants]
     found += [Identity(role="conductor", name=f"conductor-{n}") for n in range(conductors)]
     found += [Identity(role="frontend", name=f"frontend-{n}") for n in range(frontends)]
-    found += [Identity(role="adapt", name=f"vllm-{n}", node_id=f"vllm-{n}") for n in range(adapters)]
+    found += [Identity(role="adapt", name=name, node_id=name) for name in adapters]
     for n in range(engines):
         node = f"engine-{n}"
         found += [

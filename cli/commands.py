@@ -76,7 +76,9 @@ COMMANDS = (
         for role in WORKER_ROLES
     ),
     Command(
-        "adapt", "halfmoon.cli.processes.adapt", "an engine of another's as a worker: a vLLM, unmodified"
+        "adapt",
+        "halfmoon.cli.processes.adapt",
+        "an engine of another's as a worker: a vLLM or an SGLang, unmodified",
     ),
     Command("frontend", "halfmoon.cli.processes.frontend", "the client edge: NATS API and HTTP"),
 )

@@ -57,7 +57,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frontends", type=int, default=4)
     for role in WORKER_ROLES:
         parser.add_argument(f"--{role}", type=int, default=8 if ROLES[role].nodes else 0)
-    parser.add_argument("--adapt", type=int, default=0, help="adapters of engines: vllm-0 and on")
+    parser.add_argument("--adapt", type=int, default=0, help="adapters of vLLMs: vllm-0 and on")
+    parser.add_argument("--adapt-sglang", type=int, default=0, help="adapters of SGLangs: sglang-0 and on")
     parser.add_argument(
         "--engines", type=int, default=0, help="engines that use a store: engine-0 and on, each with an agent"
     )
@@ -76,9 +77,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     least: dict[str, int] = {role: ROLES[role].nodes_min for role in WORKER_ROLES} | {
         "adapt": 0,
+        "adapt_sglang": 0,
         "engines": 0,
     }
-    for option in ("conductors", "frontends", *WORKER_ROLES, "adapt", "engines", "log_gib_max"):
+    counts = "conductors", "frontends", *WORKER_ROLES, "adapt", "adapt_sglang", "engines", "log_gib_max"
+    for option in counts:
         if getattr(args, option) < least.get(option, 1):
             raise OptionInvalid(f"--{option.replace('_', '-')}: at least {least.get(option, 1)}")
     await asyncio.to_thread(make, args)
@@ -136,7 +139,10 @@ def _wanted(args: argparse.Namespace) -> list[Identity]:
         workers=workers,
         tenants=_tenants(args),
         elastic=args.elastic != "off",
-        adapters=args.adapt,
+        adapters=[
+            *(f"vllm-{number}" for number in range(args.adapt)),
+            *(f"sglang-{number}" for number in range(args.adapt_sglang)),
+        ],
         engines=args.engines,
     )
 

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import IO, Annotated, Literal
 
@@ -19,7 +20,7 @@ from halfmoon.bus.credentials import private_directory
 from halfmoon.cli.declared import add_options, options_of
 from halfmoon.cli.local.cluster import LocalCluster
 from halfmoon.cli.local.credentials import credentials_of
-from halfmoon.cli.local.engines import adapted_engines
+from halfmoon.cli.local.engines import ENGINE_TITLES, adapted_engines
 from halfmoon.cli.options import DEFAULT_CLUSTER, OptionInvalid, add_bus, add_config, state_directory
 from halfmoon.cli.processes.lifecycle import raise_open_files_limit
 from halfmoon.cli.processes.options import PolicyOptions, policy_of
@@ -60,6 +61,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
         option("as --adapt-vllm, a prefill worker, whose KV the vLLMs of --adapt-vllm-decode get", "URL"),
     ] = ()
     adapt_vllm_decode: Annotated[tuple[str, ...], option("as --adapt-vllm, a decode worker", "URL")] = ()
+    adapt_sglang: Annotated[tuple[str, ...], option("as --adapt-vllm, an SGLang", "URL")] = ()
     conductors: Annotated[int, Meta(ge=1)] = 1
     port: Annotated[int, option("HTTP port (default: 8000, or a free one)")] = 0
     metrics_port: Annotated[int, option("serve metrics at ports from this on (default: no)")] = 0
@@ -163,7 +165,7 @@ def count_nodes(args: argparse.Namespace) -> None:
             raise OptionInvalid(f"--{role}: at least {least}")
     if bool(args.prefill) != bool(args.decode):
         raise OptionInvalid(
-            "--prefill and --decode: some of both, or with --mixed or --adapt-vllm none of either"
+            "--prefill and --decode: some of both, or with --mixed or --adapt-… none of either"
         )
     if bool(args.adapt_vllm_prefill) != bool(args.adapt_vllm_decode):
         raise OptionInvalid("--adapt-vllm-prefill and --adapt-vllm-decode: some of both, or none of either")
@@ -185,8 +187,8 @@ def _print_addresses(cluster: LocalCluster, directory: Path) -> None:
     nodes = [f"{args.prefill} prefill and {args.decode} decode nodes{attention}"] if args.decode else []
     if args.mixed:
         nodes.append(f"{args.mixed} mixed node{'s' * (args.mixed > 1)}")
-    if engines := adapted_engines(args):
-        nodes.append(f"{len(engines)} vLLM{'s' * (len(engines) > 1)}")
+    kinds = Counter(ENGINE_TITLES[engine.kind] for engine in adapted_engines(args))
+    nodes += [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items()]
     cluster.say(f"ready: {', '.join(nodes)}")
     print(
         f"\n  NATS  {args.nats}\n  HTTP  {cluster.http}\n{metrics}\n"

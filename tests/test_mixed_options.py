@@ -69,7 +69,7 @@ def test_with_mixed_workers_there_need_be_no_others(words: tuple[str, ...], coun
     ("words", "message"),
     [
         (("--prefill", "0"), "--prefill: at least 1"),
-        (("--mixed", "1", "--prefill", "1"), "some of both, or with --mixed or --adapt-vllm none of either"),
+        (("--mixed", "1", "--prefill", "1"), "some of both, or with --mixed or --adapt-… none of either"),
         (("--mixed", "-1"), "at least"),
         (("--mixed", "1", "--attention", "1"), "--attention: its KV is that of decode workers"),
         (

@@ -23,6 +23,7 @@ OWN = {
     "adapt_vllm",
     "adapt_vllm_prefill",
     "adapt_vllm_decode",
+    "adapt_sglang",
     "conductors",
     "port",
     "metrics_port",

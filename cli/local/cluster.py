@@ -189,8 +189,8 @@ class LocalCluster:
             own = {"node": node, "id": node, **worker_flags(args, role)}
             await self._child(node, role, own, node_number=count)
             names.add(node)
-        for name, role, url in adapted_engines(args):
-            await self._child(name, "adapt", {"id": name, "role": role, "url": url}, words=("vllm",))
+        for name, kind, role, url in adapted_engines(args):
+            await self._child(name, "adapt", {"id": name, "role": role, "url": url}, words=(kind,))
             names.add(name)
         http_port = self.http_port or self._ports.take(8000)
         scheme = "https" if args.ssl_certfile else "http"

@@ -29,7 +29,7 @@ def make_credentials(args: argparse.Namespace, directory: Path) -> str:
         frontends=1,
         workers={role: getattr(args, role) for role in WORKER_ROLES},
         elastic=args.elastic != "off",
-        adapters=len(adapted_engines(args)),
+        adapters=[engine.name for engine in adapted_engines(args)],
     )
     identities.append(Identity(role="supervisor", name=subjects.SUPERVISOR))
     return authorization(make_all(credentials_of(directory), identities))

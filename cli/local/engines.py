@@ -7,21 +7,28 @@ from typing import NamedTuple
 
 from halfmoon.schemas.roles import WorkerRole
 
+ENGINE_TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
+
 
 class AdaptedEngine(NamedTuple):
-    """`name` is its worker's, and its node's."""
+    """`name` is its worker's, and its node's. `kind`: vllm or sglang."""
 
     name: str
+    kind: str
     role: WorkerRole
     url: str
 
 
 def adapted_engines(args: argparse.Namespace) -> list[AdaptedEngine]:
-    """In the order of their names, vllm-0 and on: those that do both, then prefill, then decode."""
+    """vLLMs are vllm-0 and on, those that do both before prefill and decode; SGLangs are sglang-0 and on."""
     options: list[tuple[WorkerRole, list[str]]] = [
         ("mixed", args.adapt_vllm),
         ("prefill", args.adapt_vllm_prefill),
         ("decode", args.adapt_vllm_decode),
     ]
     urls = [(role, url) for role, each in options for url in each]
-    return [AdaptedEngine(f"vllm-{number}", role, url) for number, (role, url) in enumerate(urls)]
+    vllms = [AdaptedEngine(f"vllm-{number}", "vllm", *each) for number, each in enumerate(urls)]
+    return vllms + [
+        AdaptedEngine(f"sglang-{number}", "sglang", "mixed", url)
+        for number, url in enumerate(args.adapt_sglang)
+    ]

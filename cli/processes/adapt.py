@@ -1,4 +1,4 @@
-"""`halfmoon adapt vllm`: an engine of another's as a worker of the cluster, unmodified."""
+"""`halfmoon adapt vllm` and `adapt sglang`: an engine of another's as a worker of the cluster, unmodified."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from halfmoon.cli.shared_options import ModelOptions, ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
-from halfmoon.workers.adapters.options import EVENTS_PORT, AdapterOptions
+from halfmoon.workers.adapters.options import BATCH_MAX, EVENTS_PORT, TOKEN_BUDGET, AdapterOptions
 from halfmoon.workers.model.loading.files import ModelConfig, load_config
 
 if TYPE_CHECKING:
-    from halfmoon.workers.adapters.engine_api import EngineApi, EngineFacts
+    from halfmoon.workers.adapters.engines.api import EngineApi, EngineFacts
     from halfmoon.workers.adapters.mirror import EngineMirror
 
 LOOK_S = 0.5
@@ -38,19 +38,22 @@ OPTIONS = (AdapterOptions, ModelOptions, ProcessOptions)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=("vllm",), help="whose API the engine has")
+    parser.add_argument("kind", choices=("vllm", "sglang"), help="whose API the engine has")
     add_options(parser, *OPTIONS)
     add_bus(parser)
     add_config(parser)
 
 
 async def run(args: argparse.Namespace) -> int:
-    from halfmoon.workers.adapters.engine_api import EngineApi
+    from halfmoon.workers.adapters.engines.kinds import ENGINE_APIS
 
     options_of(AdapterOptions, args)
+    kind = ENGINE_APIS[args.kind]
+    if args.role not in kind.roles:
+        raise OptionInvalid(f"--role {args.role}: with {args.kind}, {' or '.join(kind.roles)}")
     layout, config = _layout(args), load_config(args.model)
     key = read_option_file("--engine-key-file", args.engine_key_file).strip() if args.engine_key_file else ""
-    api = EngineApi(args.url, key=key, reached_at=args.engine_reached_at)
+    api = kind(args.url, key=key, reached_at=args.engine_reached_at)
     try:
         await api.open()
     except ValueError as problem:
@@ -76,7 +79,7 @@ def _layout(args: argparse.Namespace) -> Layout:
 
 async def _answers(args: argparse.Namespace, api: EngineApi, stop: asyncio.Event, *, first: bool) -> bool:
     """Returns when the engine answers; False: the adapter was stopped first. Raises OptionInvalid: it never did."""
-    from halfmoon.workers.adapters.engine_api import EngineAway
+    from halfmoon.workers.adapters.engines.api import EngineAway
 
     until, said = time.monotonic() + args.engine_wait_s, False
     while not stop.is_set():
@@ -100,7 +103,7 @@ async def _serve(
     args: argparse.Namespace, api: EngineApi, layout: Layout, config: ModelConfig, stop: asyncio.Event
 ) -> None:
     """One life of the engine. Raises OptionInvalid: it cannot be adapted."""
-    from halfmoon.workers.adapters.engine_api import EngineAway, EngineUnfit
+    from halfmoon.workers.adapters.engines.api import EngineAway, EngineUnfit
     from halfmoon.workers.adapters.mirror import EngineMirror
     from halfmoon.workers.adapters.probe import Probe
 
@@ -112,7 +115,7 @@ async def _serve(
         mirror = EngineMirror(
             block_tokens=layout.block_tokens,
             cache_tokens=facts.cache_tokens,
-            cache_blocks=facts.cache_blocks,
+            cache_blocks=facts.blocks_kept or facts.cache_blocks,
             events=args.events or facts.events or _default_events(args.url),
             replay=args.events_replay or facts.replay,
             topic=args.events_topic or facts.topic,
@@ -156,6 +159,7 @@ async def _work(
     tracing = start_tracing(args, args.role, args.id)
     bus = await connect(args, args.id)
     engine = EngineLink(api, mirror, config.vocab)
+    token_budget = args.engine_token_budget or facts.token_budget or TOKEN_BUDGET
     worker = AdapterWorker(
         bus,
         engine,
@@ -166,8 +170,8 @@ async def _work(
             profile=profile,
             kv_blocks=facts.cache_tokens // layout.block_tokens,
             context_tokens_max=facts.context_tokens,
-            batch_max=args.engine_batch_max,
-            token_budget=args.engine_token_budget if args.role == "mixed" else 0,
+            batch_max=args.engine_batch_max or facts.batch_max or BATCH_MAX,
+            token_budget=token_budget if args.role == "mixed" else 0,
         ),
         AdaptedModel(facts.model, frozenset(config.eos_token_ids)),
         args.role,
@@ -195,7 +199,7 @@ async def _same_model(
     args: argparse.Namespace, api: EngineApi, facts: EngineFacts, config: ModelConfig
 ) -> None:
     """Raises EngineUnfit where the engine's tokens are not the model's."""
-    from halfmoon.workers.adapters.engine_api import EngineUnfit
+    from halfmoon.workers.adapters.engines.api import EngineUnfit
 
     try:
         from halfmoon.workers.model.text.tokenizer import Tokenizer
@@ -211,7 +215,7 @@ async def _same_model(
 
 
 def _fits(args: argparse.Namespace, facts: EngineFacts, layout: Layout) -> None:
-    from halfmoon.workers.adapters.engine_api import EngineUnfit
+    from halfmoon.workers.adapters.engines.api import EngineUnfit
 
     if layout.block_tokens % facts.block_tokens:
         raise EngineUnfit(

@@ -138,15 +138,20 @@ class Engine:
                     "block_size": self.args.block_tokens,
                     "lora_id": None,
                     "medium": "GPU",
-                    "lora_name": None,
-                    "extra_keys": None
-                    if self.args.no_salts
-                    else [_extra(salt, parent) for _, parent, _ in new],
-                    "group_idx": 0,
-                    "kv_cache_spec_kind": "full_attention",
+                    **self.of_others(new, salt),
                 }
             )
         self.publish(events)
+
+    def of_others(self, new: list[tuple[int, int | None, list[int]]], salt: str) -> dict[str, Any]:
+        """Fields of an event that other engines do not have."""
+        salts = None if self.args.no_salts else [_extra(salt, parent) for _, parent, _ in new]
+        return {
+            "lora_name": None,
+            "extra_keys": salts,
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+        }
 
     # --- HTTP -----------------------------------------------------------------------------------------------
 
@@ -210,7 +215,7 @@ class Engine:
             status, error = refuses["status"], refuses["error"]
             if not refuses.get("streamed"):
                 headers = refuses.get("headers")
-                return web.json_response({"error": error}, status=status, headers=headers)
+                return web.json_response(self.refusal(error), status=status, headers=headers)
             line = b"data: " + json.dumps({"error": {**error, "code": status}}).encode() + b"\n\n"
             return web.Response(body=line, content_type="text/event-stream")
         tokens, salt = self.tokens_of(body), body.get("cache_salt", "")
@@ -268,6 +273,9 @@ class Engine:
         finally:
             self.running -= 1
         return response
+
+    def refusal(self, error: dict[str, Any]) -> dict[str, Any]:
+        return {"error": error}
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:
         if not self.args.dev_mode:
@@ -348,6 +356,15 @@ class Engine:
     async def health(self, _: web.Request) -> web.Response:
         return web.Response()
 
+    def own_routes(self) -> list[web.RouteDef]:
+        """Those that other engines do not have."""
+        return [
+            web.get("/metrics", self.metrics),
+            web.get("/kv_event_sources", self.sources),
+            web.get("/health", self.health),
+            web.post("/reset_prefix_cache", self.reset_prefix_cache),
+        ]
+
     async def run(self) -> None:
         app = web.Application(client_max_size=64 << 20)
         app.add_routes(
@@ -355,14 +372,11 @@ class Engine:
                 web.post("/v1/completions", self.complete),
                 web.post("/v1/chat/completions", self.complete),
                 web.get("/v1/models", self.models),
-                web.get("/metrics", self.metrics),
-                web.get("/kv_event_sources", self.sources),
                 web.post("/tokenize", self.tokenize),
-                web.get("/health", self.health),
-                web.post("/reset_prefix_cache", self.reset_prefix_cache),
                 web.get("/asked", self.tell_asked),
                 web.post("/lent/{name}", self.give),
                 web.post("/fault", self.fault),
+                *self.own_routes(),
             ]
         )
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)

@@ -9,7 +9,7 @@ from typing import Any
 import nats
 
 from tests.adapters.fake_engine import next_token
-from tests.adapters.fleet import OTHER, AdaptedFleet
+from tests.adapters.fleet import AdaptedFleet
 from tests.adapters.harness import FakeEngine
 from tests.cluster.harness import Cluster
 
@@ -21,7 +21,11 @@ class FakeFleet(AdaptedFleet):
     """The cluster and its engines, by the names of their workers."""
 
     def __init__(self, cluster: Cluster, engines: list[FakeEngine], nc: nats.NATS) -> None:
-        self.engines = {f"vllm-{number}": engine for number, engine in enumerate(engines)}
+        wires = [engine.wire for engine in engines]
+        self.engines = {
+            f"{engine.wire}-{wires[:number].count(engine.wire)}": engine
+            for number, engine in enumerate(engines)
+        }
         super().__init__(cluster, self.engines, nc)
 
     def fault(self, kind: str, **fields: Any) -> None:
@@ -41,8 +45,13 @@ class FakeFleet(AdaptedFleet):
                 each.fault("refuse", status=0)
 
     def only(self, at: str, status: int = 503) -> contextlib.AbstractContextManager[None]:
-        """The other engine takes no request."""
-        return self.refusing(status, OTHER[at])
+        """The other engines take no request."""
+        return self.refusing(status, *(name for name in self.names if name != at))
+
+    def other(self, at: str) -> str:
+        """The one that is left of two."""
+        (name,) = (name for name in self.names if name != at)
+        return name
 
 
 def prompt(number: int, tokens: int = PROMPT_TOKENS) -> list[int]:

@@ -9,20 +9,25 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.eventually import BOUND_S, eventually_here
 from tests.ports import HeldPorts
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+
+
+#: The program that speaks each wire.
+PROGRAMS = {"vllm": "tests.adapters.fake_engine", "sglang": "tests.adapters.fake_sglang"}
 
 
 class FakeEngine:
-    """A running `fake_engine.py`. It keeps its ports: HTTP, KV events and who asks for past ones."""
+    """A running engine that computes nothing. It keeps its ports: HTTP, KV events and who asks for past ones."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, wire: str = "vllm") -> None:
+        self.wire = wire
         self._held = HeldPorts(count=3)
         self.port = self._held.first
         self.url = f"http://127.0.0.1:{self.port}"
@@ -30,13 +35,13 @@ class FakeEngine:
         self.start()
 
     def start(self) -> None:
-        words = [sys.executable, str(HERE / "fake_engine.py"), f"{self.port}", *self._flags]
-        self.process = subprocess.Popen(words)
+        words = [sys.executable, "-m", PROGRAMS[self.wire], f"{self.port}", *self._flags]
+        self.process = subprocess.Popen(words, cwd=ROOT)
 
         def healthy() -> bool:
             assert self.process.poll() is None, "the engine has ended"
             with contextlib.suppress(urllib.error.URLError, ConnectionError):
-                urllib.request.urlopen(f"{self.url}/health", timeout=BOUND_S).close()
+                urllib.request.urlopen(f"{self.url}/v1/models", timeout=BOUND_S).close()
                 return True
             return False
 
@@ -66,8 +71,9 @@ class FakeEngine:
 
 
 @contextlib.contextmanager
-def fake_engines(count: int, *flags: str) -> Iterator[list[FakeEngine]]:
-    engines = [FakeEngine(*flags) for _ in range(count)]
+def fake_engines(count: int, *flags: str, wires: Sequence[str] = ("vllm",)) -> Iterator[list[FakeEngine]]:
+    """They speak the `wires` by turns."""
+    engines = [FakeEngine(*flags, wire=wires[number % len(wires)]) for number in range(count)]
     try:
         yield engines
     finally:

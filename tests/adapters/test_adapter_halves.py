@@ -20,9 +20,10 @@ from halfmoon.schemas.events import (
 from halfmoon.schemas.kv import KV_ORDER, KV_SOURCE, EngineKv, KvPromised, PrefillResult, TransferFailed
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.workers.adapters.actions import AskEngine, HangUp, TellDecode
-from halfmoon.workers.adapters.completion import kv_params_of
 from halfmoon.workers.adapters.decode_half import EARLY_RESULTS_MAX, DecodeAdapterState
 from halfmoon.workers.adapters.engine_blocks import salt_of
+from halfmoon.workers.adapters.engines.completion import kv_params_of
+from halfmoon.workers.adapters.engines.words import VllmWords
 from halfmoon.workers.adapters.events import AnswerBroke, EngineAsked, PromptOrdered
 from halfmoon.workers.adapters.prefill_half import PrefillAdapterState
 from halfmoon.workers.adapters.state import AdapterState
@@ -58,11 +59,11 @@ def facts(worker_id: str) -> WorkerFacts:
 
 
 def prefill() -> PrefillAdapterState:
-    return PrefillAdapterState(facts("vllm-0"), CostProfile(), engine_model="e")
+    return PrefillAdapterState(facts("vllm-0"), CostProfile(), words=VllmWords("e"))
 
 
 def decode() -> DecodeAdapterState:
-    return DecodeAdapterState(facts("vllm-2"), CostProfile(), engine_model="e")
+    return DecodeAdapterState(facts("vllm-2"), CostProfile(), words=VllmWords("e"))
 
 
 def prompt_ordered(name: str = "o1", at_ns: int = 0) -> PromptOrdered:

@@ -23,6 +23,7 @@ from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.workers.adapters.actions import AskEngine, HangUp
 from halfmoon.workers.adapters.engine_blocks import salt_of
+from halfmoon.workers.adapters.engines.words import VllmWords
 from halfmoon.workers.adapters.events import AnswerBroke, EngineAsked, TokensHeard
 from halfmoon.workers.adapters.state import AdapterState
 from halfmoon.workers.decode.actions import Deliver
@@ -62,7 +63,7 @@ def machine() -> AdapterState:
             eos_ids=frozenset((EOS,)),
         ),
         CostProfile(decode_base_ns=10 * MS),
-        engine_model="e",
+        words=VllmWords("e"),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from halfmoon.schemas.codec import decode, encode
 from halfmoon.schemas.decisions import EngineRefusal
 from halfmoon.schemas.events import PrefillFailed
-from halfmoon.workers.adapters.completion import EngineRefused, read_line, refusal_of
+from halfmoon.workers.adapters.engines.completion import EngineRefused, read_line, refusal_of
 
 #: As vLLM writes it where a field breaks its bounds, with the field alone in the text and in `param` too.
 CHECKED = (

@@ -83,6 +83,15 @@ def test_roots_are_kept_apart_and_what_has_none_of_ours_is_not_told_of() -> None
     assert blocks.passed_over["parent_unknown"] == 4
 
 
+def test_sglang_tells_the_salt_of_each_event() -> None:
+    blocks = mirror()
+    own = {"extra_keys": None, "cache_salt": salt_of(ROOT)}
+    assert told(blocks, stored(0, 3, **own), stored(3, 5, **own)) == [(True, KEYS[0]), (True, KEYS[1])]
+    nobodys = [stored(0, 4, root=OTHER_ROOT, extra_keys=None, cache_salt=salt) for salt in ("theirs", None)]
+    assert told(blocks, *nobodys) == []
+    assert blocks.passed_over["of_others"] == 8
+
+
 def test_prompts_that_part_within_a_block_share_none_of_it() -> None:
     blocks = mirror()
     other = [*TOKENS[: 2 * THEIRS], *range(5000, 5000 + 2 * THEIRS)]

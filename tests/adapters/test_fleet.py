@@ -1,4 +1,7 @@
-"""A cluster over two engines that compute nothing: `halfmoon up --adapt-vllm`, real HTTP, real ZMQ, real processes."""
+"""A cluster over two engines that compute nothing, one with vLLM's wire and one with SGLang's.
+
+`halfmoon up --adapt-vllm --adapt-sglang`, real HTTP, real ZMQ, real processes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartMixed
 from halfmoon.schemas.events import DecodeFailed, PolicyChanged, WorkerLeft
 from tests.adapters.fake_fleet import PROMPT_BLOCKS, PROMPT_TOKENS, FakeFleet, answer, prompt
-from tests.adapters.fleet import OTHER, explained
+from tests.adapters.fleet import explained
 from tests.adapters.harness import FakeEngine, fake_engines
 from tests.chaos.live import replayed
 from tests.cluster.harness import PATIENT, Cluster, running
@@ -28,13 +31,13 @@ from tests.eventually import eventually, within
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[FakeEngine]]:
-    with fake_engines(2, "--token-us", "100", "--blocks", "4096") as found:
+    with fake_engines(2, "--token-us", "100", "--blocks", "4096", wires=("vllm", "sglang")) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, engines: list[FakeEngine]) -> Iterator[Cluster]:
-    flags = [word for engine in engines for word in ("--adapt-vllm", engine.url)]
+    flags = [word for engine in engines for word in (f"--adapt-{engine.wire}", engine.url)]
     patient = (*PATIENT, "--worker-wait-s", "600")
     with running(tmp_path_factory.mktemp("fleet"), *flags, "--dtype", "float32", *patient) as one:
         yield one
@@ -109,9 +112,9 @@ async def test_an_engines_refusal_reaches_the_client(fleet: FakeFleet, status: i
 
 @pytest.mark.parametrize("status", [404, 429, 503])
 async def test_what_one_engine_refuses_for_now_another_one_answers(fleet: FakeFleet, status: int) -> None:
-    with fleet.only("vllm-1", status):
+    with fleet.only("sglang-0", status):
         for number in range(14, 18):
-            assert (await fleet.ask(prompt(number)))["decode_worker"] == "vllm-1"
+            assert (await fleet.ask(prompt(number)))["decode_worker"] == "sglang-0"
     with fleet.refusing(status, headers={"retry-after": "7"}):
         got, headers, said = await refused(fleet, prompt(21))
     assert (got, said["param"], headers["retry-after"]) == (status, None, "7")
@@ -119,8 +122,8 @@ async def test_what_one_engine_refuses_for_now_another_one_answers(fleet: FakeFl
 
 
 async def test_what_is_wrong_between_adapter_and_engine_is_not_the_clients_fault(fleet: FakeFleet) -> None:
-    with fleet.only("vllm-1", 401):
-        assert (await fleet.ask(prompt(22)))["decode_worker"] == "vllm-1"
+    with fleet.only("sglang-0", 401):
+        assert (await fleet.ask(prompt(22)))["decode_worker"] == "sglang-0"
     with fleet.refusing(401):
         got, _, said = await refused(fleet, prompt(22))
     assert (got, said["code"]) == (500, "failed")
@@ -131,11 +134,11 @@ async def placed_elsewhere(fleet: FakeFleet, ids: list[int]) -> tuple[bool, bool
     adapter has said that it fetches none.
     """
     at = (await fleet.cold(ids, blocks=PROMPT_BLOCKS))["decode_worker"]
-    with fleet.only(OTHER[at]):
-        assert (await fleet.ask(ids))["decode_worker"] == OTHER[at]
+    with fleet.only(fleet.other(at)):
+        assert (await fleet.ask(ids))["decode_worker"] == fleet.other(at)
     orders = [one.decision for one in await fleet.cluster.decisions() if isinstance(one.decision, StartMixed)]
-    assert orders[-1].worker_id == OTHER[at]
-    said = "wants the policy local_cache_aware" in fleet.cluster.output(OTHER[at])
+    assert orders[-1].worker_id == fleet.other(at)
+    said = "wants the policy local_cache_aware" in fleet.cluster.output(fleet.other(at))
     return bool(orders[-1].fetches), said
 
 
@@ -176,7 +179,7 @@ async def test_batches_that_were_lost_are_asked_for_again(fleet: FakeFleet) -> N
     at = (await fleet.ask(ids))["decode_worker"]
     engine = fleet.engines[at]
     assert engine.fault("unsent", batches=0)["left"] == 1
-    fleet.engines[OTHER[at]].fault("unsent", batches=0)
+    fleet.engines[fleet.other(at)].fault("unsent", batches=0)
     # The next batch shows the gap.
     engine.fault("events", events=[{"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"}])
     await fleet.stored(after, at, PROMPT_BLOCKS)
@@ -248,15 +251,15 @@ async def test_an_engine_that_is_killed_in_mid_answer_costs_no_token(fleet: Fake
     fleet.fault("hold", after=5)
     asking = asyncio.ensure_future(fleet.ask(ids, 300))
     at = await fleet.drawing(after)
-    other = fleet.engines[OTHER[at]]
+    other = fleet.engines[fleet.other(at)]
     other.fault("let go")
     fleet.engines[at].kill()
     said = await within(asking, "the answer goes on elsewhere")
     assert said["token_ids"] == answer(ids, 300)
-    assert said["decode_worker"] == OTHER[at]
+    assert said["decode_worker"] == fleet.other(at)
     # What its client had came as part of the prompt.
     assert other.asked()[-1]["prompt"] > PROMPT_TOKENS
-    assert (await fleet.ask(prompt(41)))["decode_worker"] == OTHER[at]
+    assert (await fleet.ask(prompt(41)))["decode_worker"] == fleet.other(at)
     # Back with an empty cache, it joins by itself.
     fleet.engines[at].start()
     await fleet.joined(after, at)
@@ -271,7 +274,7 @@ async def test_while_all_engines_are_away_requests_wait(fleet: FakeFleet) -> Non
         engine.kill()
         await fleet.gone(after, at)
     new = asyncio.ensure_future(fleet.ask(prompt(46)))
-    fleet.engines["vllm-1"].start()
+    fleet.engines["sglang-0"].start()
     said, other = await within(asyncio.gather(asking, new), "both are answered")
     assert said["token_ids"] == answer(ids, 200)
     assert other["token_ids"] == answer(prompt(46), 4)
@@ -285,7 +288,7 @@ async def test_the_log_replays_and_names_both_candidates(fleet: FakeFleet, tmp_p
     replayed(fleet.cluster, tmp_path)
     text = explained(tmp_path / "run.jsonl.zst", said["id"])
     assert "vllm-0" in text, text
-    assert "vllm-1" in text, text
+    assert "sglang-0" in text, text
     # What if: the same requests at two simulated mixed workers.
     run = recorded(Replay(LogFile(tmp_path / "run.jsonl.zst")))
     found = compare(run, msgspec.structs.replace(run.policy, ttft_slo_ns=1))

@@ -1,4 +1,4 @@
-"""`halfmoon adapt vllm` says which option is wrong, before it joins anything."""
+"""`halfmoon adapt` says which option is wrong, before it joins anything."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 from halfmoon.cli.main import main
 from halfmoon.workers.adapters import probe
-from tests.adapters.harness import FakeEngine, fake_engines
+from tests.adapters.harness import PROGRAMS, FakeEngine, fake_engines
 from tests.ports import HeldPorts
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refusal(capsys: pytest.CaptureFixture[str], *words: str, kind: str = "vllm") -> str:
     with pytest.raises(SystemExit) as ended:
-        main(["adapt", "vllm", "--id", "vllm-0", "--dtype", "float32", *words])
+        main(["adapt", kind, "--id", f"{kind}-0", "--dtype", "float32", *words])
     assert ended.value.code == os.EX_CONFIG
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith("halfmoon: ")
@@ -34,8 +34,8 @@ def engine() -> Iterator[FakeEngine]:
     [
         (("--url", "ftp://x"), "--url: 'ftp://x' is no URL like http://127.0.0.1:8000"),
         (("--url", "http://x", "--engine", "null"), "--engine null: an adapted engine computes"),
-        (("--url", "http://x", "--engine-batch-max", "0"), "--engine-batch-max 0: at least 1"),
-        (("--url", "http://x", "--engine-token-budget", "0"), "--engine-token-budget 0: at least 1"),
+        (("--url", "http://x", "--engine-batch-max", "-1"), "--engine-batch-max -1: at least 0"),
+        (("--url", "http://x", "--engine-token-budget", "-1"), "--engine-token-budget -1: at least 0"),
         (
             ("--url", "http://x", "--engine-key-file", "/nowhere"),
             "--engine-key-file '/nowhere': No such file",
@@ -46,6 +46,12 @@ def test_what_is_wrong_without_an_engine(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], text: str
 ) -> None:
     assert refusal(capsys, *words).startswith(text)
+
+
+@pytest.mark.pure
+def test_an_sglang_does_no_half(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, "--url", "http://x", "--role", "decode", kind="sglang")
+    assert said == "--role decode: with sglang, mixed"
 
 
 def test_an_engine_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,15 +115,35 @@ def test_events_that_are_another_engines(
         ),
         pytest.param(
             ("--no-salts",),
-            "--events: the engine's events do not tell extra_keys, which have the cache salt",
+            "--events: the engine's events do not tell the cache salt",
             marks=pytest.mark.slow,
         ),
         pytest.param(("--no-token-ids",), "--url URL: it answers without token_ids", marks=pytest.mark.slow),
+        (
+            ("sglang", "--no-events"),
+            "--events: no KV event came within 3 s of a prompt; start the engine with --kv-events-config "
+            """'{"publisher": "zmq", "endpoint": "tcp://*:5557"}' --page-size 64""",
+        ),
+        (
+            ("sglang", "--ranks", "2"),
+            "--url URL: the engine runs with --dp-size; each rank needs a server of its own",
+        ),
+        pytest.param(
+            ("sglang", "--no-prefix-caching"),
+            "--url URL: the engine runs with --disable-radix-cache",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("sglang", "--no-salts"),
+            "--events: the engine's events do not tell the cache salt",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_an_engine_lacks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], text: str
 ) -> None:
     monkeypatch.setattr(probe, "EVENTS_S", 3.0)
-    with fake_engines(1, *flags) as (engine,):
-        assert refusal(capsys, "--url", engine.url).startswith(text.replace("URL", engine.url))
+    wire, flags = (flags[0], flags[1:]) if flags[0] in PROGRAMS else ("vllm", flags)
+    with fake_engines(1, *flags, wires=(wire,)) as (engine,):
+        assert refusal(capsys, "--url", engine.url, kind=wire).startswith(text.replace("URL", engine.url))

@@ -11,7 +11,7 @@ import pytest
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas.tokens import AnswerRelayed, EngineNamed
 from halfmoon.workers.adapters.actions import AskEngine
-from halfmoon.workers.adapters.completion import EngineRefused, Heard
+from halfmoon.workers.adapters.engines.completion import EngineRefused, Heard
 from halfmoon.workers.adapters.relayed import RelayedAnswers
 
 pytestmark = pytest.mark.pure

@@ -26,13 +26,15 @@ FAMILIES, OF_EACH, DRAWN = 4, 4, 12
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[FakeEngine]]:
-    with fake_engines(2, "--token-us", "20", "--blocks", "8192", "--dev-mode") as found:
+    with fake_engines(
+        2, "--token-us", "20", "--blocks", "8192", "--dev-mode", wires=("vllm", "sglang")
+    ) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, engines: list[FakeEngine]) -> Iterator[Cluster]:
-    flags = [word for engine in engines for word in ("--adapt-vllm", engine.url)]
+    flags = [word for engine in engines for word in (f"--adapt-{engine.wire}", engine.url)]
     patient = (*PATIENT, "--worker-wait-s", "600")
     with running(tmp_path_factory.mktemp("weights"), *flags, "--dtype", "float32", *patient) as one:
         yield one
@@ -110,12 +112,13 @@ async def found_again(fleet: FakeFleet, ids: list[int], at: str) -> None:
 
 async def test_a_cache_that_is_reset_is_empty_at_the_engine_and_in_the_conductors(fleet: FakeFleet) -> None:
     ids = prompt(400)
-    at = (await fleet.cold(ids, blocks=PROMPT_BLOCKS))["decode_worker"]
+    await fleet.cold(ids, blocks=PROMPT_BLOCKS)
     assert "halfmoon pause first" in await fleet.operated("reset-prefix-cache", status=1)
     await fleet.operated("pause")
     assert "placements are paused" in await fleet.operated("status")
     fleet.fault("dev mode", on=False)
-    assert "VLLM_SERVER_DEV_MODE" in await fleet.operated("reset-prefix-cache", at, status=1)
+    for name, needs in (("vllm-0", "VLLM_SERVER_DEV_MODE"), ("sglang-0", "--admin-api-key")):
+        assert needs in await fleet.operated("reset-prefix-cache", name, status=1)
     fleet.fault("dev mode", on=True)
     assert "vllm-9: no adapter" in await fleet.operated("reset-prefix-cache", "vllm-9", status=1)
     said = await fleet.operated("reset-prefix-cache")

@@ -178,6 +178,7 @@ def credentials(
         adapt_vllm=["a"],
         adapt_vllm_prefill=["b"],
         adapt_vllm_decode=["c"],
+        adapt_sglang=["d"],
     )
     server = EmbeddedServer.start(place / "nats", extra_config=make_credentials(many, place))
     yield lambda name: BusConfig(url=server.url, nkey_seed_file=str(credentials_of(place) / f"{name}.nk"))

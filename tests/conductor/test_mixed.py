@@ -167,6 +167,11 @@ def test_the_first_token_or_time_and_work_decide_between_mixed_workers(rank: Any
 
 def test_a_short_answer_is_drawn_where_its_prompt_is_cached() -> None:
     script = one_decodes_and_has_the_prefix(mixed_rank="answer_and_work")
+    state, request = script.core.state, arrived(max_tokens=5)
+    matched = match_prefix(state, request, script.now_ns)
+    # From the first token to the second there is one step: 10 ms, 3 ms a sequence, and what it reads.
+    found = mixed_candidates(state, request, matched, script.now_ns, 2)
+    assert [one.answer_ns // MS for one in found] == [18, 14]
     assert placed(script, max_tokens=5).worker_id == "m0"
 
 

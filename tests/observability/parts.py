@@ -25,6 +25,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.store.agent.agent import StoreAgent
 from halfmoon.store.agent.metrics import StoreMetrics
 from halfmoon.store.config import StoreConfig
+from halfmoon.workers.adapters.engines.words import VllmWords
 from halfmoon.workers.adapters.metrics import AdapterMetrics
 from halfmoon.workers.adapters.mirror import EngineMirror
 from halfmoon.workers.adapters.state import AdapterState
@@ -136,7 +137,7 @@ async def processes(url: str, scratch: Path) -> AsyncIterator[dict[str, Collecto
         )
         registries["mixed"] = process_registry(await bus("a"), role="mixed", process_id="a", node_id="a")
         facts = WorkerFacts(worker_id="a", incarnation="i", layout=NULL, kv_blocks=8, eos_ids=frozenset())
-        state = AdapterState(facts, CostProfile(), engine_model="e")
+        state = AdapterState(facts, CostProfile(), words=VllmWords("e"))
         registries["mixed"].register(AdapterMetrics(mirror, state))
         of_frontend = process_registry(one := await bus("f"), role="frontend", process_id="f")
         registries["frontend"] = FrontendMetrics(MODEL, of_frontend).registry

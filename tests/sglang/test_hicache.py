@@ -7,10 +7,8 @@ the run. Without it this skips. SGLang itself does not run here: it needs a GPU.
 from __future__ import annotations
 
 import inspect
-import os
 import signal
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,16 +19,19 @@ import torch
 from tests.eventually import BOUND_S, eventually_here
 from tests.guardian import cluster_name
 from tests.sglang.host_pool import BLOCK_BYTES, PAGE, PAGES, HostPool, indices
+from tests.sglang.wheel import WHEEL, modules_of_wheel
 from tests.store.store_harness import PATIENT
 from tests.vllm.engines import agent, store
 
-WHEEL = os.environ.get("HALFMOON_SGLANG_WHEEL", "")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(not WHEEL, reason="HALFMOON_SGLANG_WHEEL names no wheel"),
 ]
-FILES = ("mem_cache/hicache_storage.py", "mem_cache/storage/backend_factory.py", "environ.py")
+NAMED = [
+    f"sglang.srt.{name}"
+    for name in ("mem_cache.hicache_storage", "mem_cache.storage.backend_factory", "environ")
+]
 #: Parameters of what SGLang calls; those marked are abstract.
 METHODS = {
     "register_mem_pool_host": "mem_pool_host",
@@ -50,16 +51,8 @@ METHODS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The modules of the wheel that the interface is made of, and none of their packages."""
-    place = tmp_path_factory.mktemp("sglang")
-    with zipfile.ZipFile(WHEEL) as wheel:
-        for name in FILES:
-            wheel.extract(f"sglang/srt/{name}", place)
-    sys.path.insert(0, str(place))
-    yield
-    sys.path.remove(str(place))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
-        del sys.modules[name]
+    with modules_of_wheel(tmp_path_factory.mktemp("sglang"), NAMED):
+        yield
     sys.modules.pop("halfmoon.store.adapters.sglang_hicache", None)
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from halfmoon.schemas.keys import chain_keys, split_keys
 from halfmoon.schemas.sampling import Sampling
-from halfmoon.workers.adapters.completion import body_of, prefill_body_of
 from halfmoon.workers.adapters.engine_blocks import EngineBlocks, salt_of
+from halfmoon.workers.adapters.engines.words import VllmWords
 from halfmoon.workers.adapters.kv_events import read_batch
 from tests.vllm.engines import HERE, ON_CPU, PROGRAM, no_vllm
 
@@ -38,8 +38,8 @@ def said() -> dict[str, Any]:
         "block_size": SIZE,
         "tokens": TOKENS,
         "salts": [salt_of(ROOT), "", "their own"],
-        "body": body_of("m", salt_of(ROOT), TOKENS, [7], 4, sampling),
-        "prefill": prefill_body_of("m", salt_of(ROOT), TOKENS, [7], sampling),
+        "body": VllmWords("m").body(salt_of(ROOT), TOKENS, [7], 4, sampling),
+        "prefill": VllmWords("m").prefill_body(salt_of(ROOT), TOKENS, [7], sampling, ""),
     }
     python = str(Path(PROGRAM).with_name("python"))
     done = subprocess.run(

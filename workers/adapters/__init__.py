@@ -1,1 +1,1 @@
-"""Engines of others as workers of a cluster: `halfmoon adapt vllm`. See `worker`."""
+"""Engines of others as workers of a cluster: `halfmoon adapt`. See `worker`."""

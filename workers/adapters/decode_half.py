@@ -25,7 +25,7 @@ import msgspec
 from halfmoon.schemas.events import DecodeFailed, PrefillFailed, WorkerHeartbeat
 from halfmoon.schemas.kv import EngineKv, KvPromised, PrefillResult
 from halfmoon.schemas.sampling import SampledToken
-from halfmoon.workers.adapters.completion import FOR_NOW, kv_params_of
+from halfmoon.workers.adapters.engines.completion import FOR_NOW, kv_params_of
 from halfmoon.workers.adapters.events import AnswerBroke, TokensHeard
 from halfmoon.workers.adapters.state import AdaptedRequest, AdapterState, HalfEvent
 from halfmoon.workers.decode.events import DecodeOrdered, KvHeard

@@ -14,8 +14,8 @@ from halfmoon.bus.errors import PeerError
 from halfmoon.schemas.decisions import EngineRefusal
 from halfmoon.schemas.weights import PrefixCacheReset
 from halfmoon.workers.adapters.actions import AskEngine
-from halfmoon.workers.adapters.completion import EngineRefused
-from halfmoon.workers.adapters.engine_api import EngineApi, EngineAway, EngineUnfit
+from halfmoon.workers.adapters.engines.api import EngineApi, EngineAway, EngineUnfit
+from halfmoon.workers.adapters.engines.completion import EngineRefused
 from halfmoon.workers.adapters.events import AnswerBroke, EngineAsked, EngineLooked, Event, TokensHeard
 from halfmoon.workers.adapters.mirror import EngineMirror
 from halfmoon.workers.adapters.relayed import RelayedAnswers
@@ -91,7 +91,7 @@ class EngineLink:
         try:
             await self.api.reset_prefix_cache()
         except EngineUnfit as problem:
-            raise PeerError("no_reset", f"{problem}; vLLM has it with VLLM_SERVER_DEV_MODE=1") from None
+            raise PeerError("no_reset", f"{problem}; {self.api.reset_needs}") from None
         except EngineAway as problem:
             raise PeerError("engine_away", str(problem)) from None
         # An engine that computes nothing publishes no event of it yet.
@@ -117,9 +117,9 @@ class EngineLink:
             lookers, self._lookers = self._lookers, []
             try:
                 await self.api.healthy()
-                samples = await self.api.samples()
+                used = await self.api.cache_percent()
             except EngineUnfit:
-                samples = {}  # it answers: that is enough
+                used = 0.0  # it answers: that is enough
             except EngineAway as problem:
                 away += 1
                 if away >= AWAY_MAX:
@@ -132,8 +132,7 @@ class EngineLink:
             for each in lookers:
                 if not each.done():
                     each.set_result(None)
-            used = sum(value for _, value in samples.get("vllm:kv_cache_usage_perc", []))
-            self.hear(EngineLooked(at_ns=time.monotonic_ns(), cache_percent=min(100.0, max(0.0, 100 * used))))
+            self.hear(EngineLooked(at_ns=time.monotonic_ns(), cache_percent=min(100.0, max(0.0, used))))
             if self.mirror.unfit.done():
                 self.lost.set_result(self.mirror.unfit.result())
                 return

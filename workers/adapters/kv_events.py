@@ -1,9 +1,9 @@
-"""vLLM's KV events as they come over ZMQ: payloads decoded one by one, so that a bad event costs itself alone.
+"""KV events of vLLM and SGLang as they come over ZMQ: decoded one by one, so that a bad event costs itself alone.
 
 A payload is msgpack, `[ts, events, rank]` or a map of these names, by the engine's release; an event is a map whose
 `type` names it. A hash is a number or bytes and means nothing to us: it only names a block.
 
-Source: vLLM's `distributed/kv_events.py`, for the form.
+Source: vLLM's `distributed/kv_events.py` and SGLang's `disaggregation/kv_events.py`, for the form.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class EngineStored(msgspec.Struct, frozen=True, tag="BlockStored", tag_field="ty
     lora_name: str | None = None
     #: For each block, the parts of its hash beside its tokens: a cache salt with the head's, a LoRA's name, pictures.
     extra_keys: list[list[Any] | None] | None = None
+    #: SGLang's, of all of these blocks.
+    cache_salt: str | None = None
     #: Of models whose layers keep KV in several ways.
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
@@ -41,7 +43,7 @@ class EngineStored(msgspec.Struct, frozen=True, tag="BlockStored", tag_field="ty
     @property
     def salt(self) -> str:
         """The cache salt of a prompt's head; "": it has none."""
-        keys = (self.extra_keys[0] or []) if self.extra_keys else []
+        keys = (self.extra_keys[0] or []) if self.extra_keys else [self.cache_salt]
         only = keys[0] if len(keys) == 1 else ""
         return only if isinstance(only, str) and len(only) <= _EXTRA_CHARACTERS_MAX else ""
 

@@ -8,8 +8,10 @@ import msgspec
 
 from halfmoon.schemas.types import option
 
-#: vLLM's default port for KV events.
+#: The default port of vLLM and SGLang for KV events.
 EVENTS_PORT = 5557
+#: vLLM's defaults, which does not tell its own.
+BATCH_MAX, TOKEN_BUDGET = 256, 2048
 
 
 class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,8 +22,8 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
     role: Annotated[
         Literal["prefill", "decode", "mixed"],
         option(
-            "mixed: it computes prompts and answers; prefill: prompts, whose KV an engine of role decode gets by "
-            "itself (kv_transfer_params)"
+            "mixed: it computes prompts and answers; of a vLLM also prefill: prompts, whose KV an engine of role "
+            "decode gets by itself (kv_transfer_params)"
         ),
     ] = "mixed"
     events: Annotated[
@@ -37,6 +39,10 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
     engine_reached_at: Annotated[
         str, option("where gateways (--ext-proc-port) reach it; default: where --url says", "HOST:PORT")
     ] = ""
-    engine_batch_max: Annotated[int, option("its --max-num-seqs", ge=1)] = 256
-    engine_token_budget: Annotated[int, option("its --max-num-batched-tokens", ge=1)] = 2048
+    engine_batch_max: Annotated[
+        int, option(f"its --max-num-seqs; 0: as the engine says, or {BATCH_MAX}", ge=0)
+    ] = 0
+    engine_token_budget: Annotated[
+        int, option(f"its --max-num-batched-tokens; 0: as the engine says, or {TOKEN_BUDGET}", ge=0)
+    ] = 0
     engine_wait_s: Annotated[float, option("how long it may take to answer, at the start")] = 600.0

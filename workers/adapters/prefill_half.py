@@ -29,8 +29,9 @@ from halfmoon.schemas.decisions import StartDecode, StartPrefill
 from halfmoon.schemas.events import DecodeFailed, PrefillFailed
 from halfmoon.schemas.kv import KV_ORDER, EngineKv, KvPromised
 from halfmoon.workers.adapters.actions import Action, TellDecode
-from halfmoon.workers.adapters.completion import named_place, prefill_body_of
 from halfmoon.workers.adapters.engine_blocks import salt_of
+from halfmoon.workers.adapters.engines.completion import named_place
+from halfmoon.workers.adapters.engines.words import VllmWords
 from halfmoon.workers.adapters.events import Event, PromptOrdered, TokensHeard
 from halfmoon.workers.adapters.state import AdaptedRequest, AdapterState, HalfEvent
 from halfmoon.workers.machines import Report
@@ -40,6 +41,8 @@ class PrefillAdapterState(AdapterState):
     """See the module."""
 
     draws = False
+    #: An engine of another kind has no such requests.
+    words: VllmWords
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -85,8 +88,7 @@ class PrefillAdapterState(AdapterState):
 
     def body(self, request: AdaptedRequest) -> dict[str, Any]:
         sequence = request.sequence
-        return prefill_body_of(
-            self.engine_model,
+        return self.words.prefill_body(
             salt_of(sequence.root_key),
             sequence.prompt,
             sequence.replay,

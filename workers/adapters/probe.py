@@ -15,9 +15,9 @@ from typing import Any
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.keys import chain_keys
 from halfmoon.schemas.sampling import Sampling
-from halfmoon.workers.adapters.completion import EngineRefused, body_of
-from halfmoon.workers.adapters.engine_api import EngineApi, EngineFacts, EngineUnfit
 from halfmoon.workers.adapters.engine_blocks import salt_of
+from halfmoon.workers.adapters.engines.api import EngineApi, EngineFacts, EngineUnfit
+from halfmoon.workers.adapters.engines.completion import EngineRefused
 from halfmoon.workers.adapters.mirror import EngineMirror
 
 #: For the events of a prompt that was computed; the engine may publish them with its next step.
@@ -41,6 +41,7 @@ class Probe:
 
     def __init__(self, api: EngineApi, facts: EngineFacts, *, block_tokens: int, vocabulary: int) -> None:
         self._api, self._facts = api, facts
+        self._words = api.words(facts.model)
         self._block_tokens, self._vocabulary = block_tokens, vocabulary
         self._asked = 0
 
@@ -84,9 +85,8 @@ class Probe:
     async def _ask(self, tokens: int, root: bytes) -> _Took:
         self._asked += 1
         sampling = Sampling(temperature=0.0, ignore_eos=True)
-        body: dict[str, Any] = body_of(
-            self._facts.model, salt_of(root), self._prompt(tokens, self._asked), [], _DRAWN, sampling
-        )
+        prompt = self._prompt(tokens, self._asked)
+        body: dict[str, Any] = self._words.body(salt_of(root), prompt, [], _DRAWN, sampling)
         began_ns, first_ns, last_ns, drawn = time.monotonic_ns(), 0, 0, 0
         async for heard in self._api.complete(body, self._vocabulary):
             if heard.tokens:
@@ -94,7 +94,8 @@ class Probe:
                 first_ns, drawn = first_ns or last_ns, drawn + len(heard.tokens)
         if not drawn:
             raise EngineUnfit(
-                f"--url {self._api.url}: it answers without token_ids; vLLM knows return_token_ids since 0.10.2"
+                f"--url {self._api.url}: it answers without token_ids; vLLM knows return_token_ids since 0.10.2, "
+                "SGLang 0.5.23 does"
             )
         return _Took(first_ns - began_ns, (last_ns - first_ns) // max(1, drawn - 1))
 
@@ -114,10 +115,10 @@ class Probe:
         if not counts["batches"] and not counts["malformed"]:
             return (
                 f"--events: no KV event came within {EVENTS_S:.0f} s of a prompt; start the engine with "
-                '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
+                f"{self._api.events_options}"
             )
         if passed["of_others"]:
-            return "--events: the engine's events do not tell extra_keys, which have the cache salt"
+            return "--events: the engine's events do not tell the cache salt (vLLM's extra_keys, SGLang's cache_salt)"
         return (
             f"--events: the events that came do not tell of the prompt's blocks ({dict(counts)}, "
             f"passed over: {dict(passed)}); are they those of --url?"

@@ -14,7 +14,13 @@ from halfmoon.bus.connection import Bus
 from halfmoon.schemas import subjects
 from halfmoon.schemas.tokens import AnswerRelayed, EngineNamed
 from halfmoon.workers.adapters.actions import AskEngine
-from halfmoon.workers.adapters.completion import EngineRefused, Heard, read_answer, read_line, refusal_of
+from halfmoon.workers.adapters.engines.completion import (
+    EngineRefused,
+    Heard,
+    read_answer,
+    read_line,
+    refusal_of,
+)
 
 _WHOLE_BYTES_MAX = 16 << 20
 #: An answer that ends so is as good as one that stops: the client gets the engine's own word.

@@ -36,8 +36,8 @@ from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.adapters.actions import Action, AskEngine, HangUp, StepSeen
-from halfmoon.workers.adapters.completion import Unanswerable, body_of, forwarded_body_of
 from halfmoon.workers.adapters.engine_blocks import salt_of
+from halfmoon.workers.adapters.engines.words import EngineWords, Unanswerable
 from halfmoon.workers.adapters.events import (
     AnswerBroke,
     EngineAsked,
@@ -96,7 +96,7 @@ class AdapterState:
     #: The engine draws what the client gets.
     draws = True
 
-    def __init__(self, worker: WorkerFacts, profile: CostProfile, *, engine_model: str) -> None:
+    def __init__(self, worker: WorkerFacts, profile: CostProfile, *, words: EngineWords) -> None:
         self.worker_id, self.incarnation = worker.worker_id, worker.incarnation
         self.layout, self.kv_blocks = worker.layout, worker.kv_blocks
         self.requests: dict[str, AdaptedRequest] = {}
@@ -115,7 +115,7 @@ class AdapterState:
         self.prompts_recomputed = 0
         #: Those whose decode engine was asked before they were computed.
         self.prompts_overlapped = 0
-        self.engine_model, self._eos_ids = engine_model, worker.eos_ids
+        self.words, self._eos_ids = words, worker.eos_ids
 
     def on(self, event: Event) -> list[Action]:
         """The actions that follow from `event`, in the order in which they must be begun."""
@@ -245,9 +245,8 @@ class AdapterState:
         """The request to the engine; of one that a gateway sends, what is to be set in it. Raises Unanswerable."""
         sequence = request.sequence
         if request.forwarded:
-            return forwarded_body_of(self.engine_model, salt_of(sequence.root_key))
-        return body_of(
-            self.engine_model,
+            return self.words.forwarded(salt_of(sequence.root_key))
+        return self.words.body(
             salt_of(sequence.root_key),
             sequence.prompt,
             sequence.replay,

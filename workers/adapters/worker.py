@@ -100,9 +100,8 @@ class AdapterWorker(Worker):
 
     async def prepare(self) -> None:
         config = self.config
-        self.state = MACHINES[self.role](
-            self.facts(self.model.eos_ids), config.profile, engine_model=self.model.name
-        )
+        words = self.engine_link.api.words(self.model.name)
+        self.state = MACHINES[self.role](self.facts(self.model.eos_ids), config.profile, words=words)
         asked = subjects.resend(config.worker_id, "*")
         await self.bus.serve(asked, ResendRequest, self._resend, author="frontend_id")
         await self.bus.serve(subjects.reset(config.worker_id), ResetPrefixCache, self._reset_prefix_cache)

@@ -1,8 +1,7 @@
-"""One order in the words of vLLM's `/v1/completions`: the request, and the lines of the answer. Pure."""
+"""Answers of an engine's `/v1/completions`: its lines, its errors. vLLM and SGLang answer alike. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -10,7 +9,7 @@ import msgspec
 from halfmoon.schemas.decisions import EngineRefusal
 from halfmoon.schemas.kv import ENGINE_PARAMS_MAX, KV_ORDER, KV_SOURCE
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.schemas.sampling import SampledToken, Sampling
+from halfmoon.schemas.sampling import SampledToken
 
 #: As vLLM writes the log probability of an impossible token.
 _LOGPROB_MIN = -9999.0
@@ -25,14 +24,6 @@ _RETRY_AFTER_S_MAX = 86_400
 _REASON_CHARACTERS_MAX, _PARAM_CHARACTERS_MAX = 300, 100
 #: In the text of an engine's own check: the field follows, and the request itself, which is no part of a log.
 _FIELD, _REPEATED = "'loc': ('body', '", ", 'input':"
-
-
-class Unanswerable(ValueError):
-    """The engine lacks something that a request asks for; the text names the field. `param`: where it is one alone."""
-
-    def __init__(self, text: str, param: str) -> None:
-        super().__init__(text)
-        self.param = param
 
 
 class EngineRefused(Exception):
@@ -76,75 +67,6 @@ class _Line(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Line)
 
 
-def body_of(
-    model: str, salt: str, prompt: Sequence[int], known: list[int], max_tokens: int, sampling: Sampling
-) -> dict[str, Any]:
-    """The request's body. `known`: tokens of the answer that the client has already; they are part of the prompt.
-
-    Raises Unanswerable.
-    """
-    _check(sampling)
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": [*prompt, *known],
-        "max_tokens": max_tokens - len(known),
-        "stream": True,
-        "return_token_ids": True,
-        "cache_salt": salt,
-        # All are named: the engine takes an unnamed one from the model's own generation_config.json.
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "min_tokens": max(0, sampling.min_tokens - len(known)),
-        "ignore_eos": sampling.ignore_eos,
-        "stop_token_ids": sampling.stop_token_ids,
-    }
-    if sampling.temperature:
-        body["seed"] = sampling.seed
-    if sampling.logit_bias:
-        body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
-    if sampling.allowed_token_ids:
-        body["allowed_token_ids"] = sampling.allowed_token_ids
-    if sampling.logprobs >= 0:
-        body |= {"logprobs": sampling.logprobs, "return_tokens_as_token_ids": True}
-    return body
-
-
-def forwarded_body_of(model: str, salt: str) -> dict[str, Any]:
-    """Fields that are set in a client's own request, which a gateway sends: the engine tells the tokens, and counts its
-    blocks as the cluster's.
-    """
-    return {"model": model, "cache_salt": salt, "return_token_ids": True}
-
-
-def prefill_body_of(
-    model: str, salt: str, prompt: Sequence[int], known: list[int], sampling: Sampling, kv_name: str
-) -> dict[str, Any]:
-    """The request that has an engine compute the prompt and keep its KV for another one, under this name where it
-    knows names ("": its own). Raises Unanswerable.
-    """
-    # Its token goes to nobody. But older releases keep KV for another engine only where the length has ended an answer,
-    # so nothing else may end it.
-    drawn = msgspec.structs.replace(sampling, ignore_eos=True, stop_token_ids=[], min_tokens=0, logprobs=-1)
-    return body_of(model, salt, prompt, known, len(known) + 1, drawn) | {
-        # Lines of a stream have no kv_transfer_params.
-        "stream": False,
-        "kv_transfer_params": {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-        }
-        | ({KV_ORDER: kv_name} if kv_name else {}),
-    }
-
-
 def kv_params_of(said: str) -> dict[str, Any]:
     """The `kv_transfer_params` that a prefill engine gave, from another process; {}: none that make sense."""
     try:
@@ -161,20 +83,6 @@ def named_place(said: str) -> dict[str, Any]:
     params = kv_params_of(said)
     named = all(isinstance(params.get(field), str) for field in (KV_ORDER, KV_SOURCE))
     return params if named else {}
-
-
-def _check(sampling: Sampling) -> None:
-    """Raises Unanswerable for a field that vLLM's API takes as text alone, or not at all."""
-    lacking = "not over an engine behind an adapter"
-    if sampling.grammar:
-        raise Unanswerable(f"a grammar (response_format, tools): {lacking}", "")
-    for field, wanted in (
-        ("bad_words", bool(sampling.bad_words)),
-        ("prompt_logprobs", sampling.prompt_logprobs >= 0),
-        ("logits_digest", sampling.logits_digest),
-    ):
-        if wanted:
-            raise Unanswerable(f"{field}: {lacking}", field)
 
 
 def read_line(line: bytes, vocabulary: int) -> Heard | None:

@@ -1,24 +1,31 @@
-"""An engine's HTTP API, as much of it as an adapter asks for: vLLM's OpenAI-compatible server."""
+"""An engine's HTTP API, as much of it as an adapter asks for: what the OpenAI-compatible servers of vLLM and SGLang
+have in common. Each has a class of its own (`vllm`, `sglang`).
+"""
 
 from __future__ import annotations
 
-import contextlib
-import re
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
-from halfmoon.workers.adapters.completion import EngineRefused, Heard, read_answer, read_line, refusal_of
+from halfmoon.schemas.roles import WorkerRole
+from halfmoon.workers.adapters.engines.completion import (
+    EngineRefused,
+    Heard,
+    read_answer,
+    read_line,
+    refusal_of,
+)
+from halfmoon.workers.adapters.engines.words import EngineWords
 
 #: Connecting, and answers that need no computing.
 CONNECT_S, LOOK_S = 5.0, 5.0
 _BODY_BYTES_MAX = 16 << 20
-_SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][A-Za-z0-9_:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
-_LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 
 class EngineAway(Exception):
@@ -42,16 +49,32 @@ class EngineFacts:
     events: str = ""
     replay: str = ""
     topic: str = ""
+    #: Blocks that it keeps, with those that are in host memory alone; 0: those of its cache.
+    blocks_kept: int = 0
+    #: Most requests of a batch, and most tokens of an iteration; 0: it does not say.
+    batch_max: int = 0
+    token_budget: int = 0
 
     @property
     def cache_tokens(self) -> int:
         return self.cache_blocks * self.block_tokens
 
 
-class EngineApi:
+class EngineApi(ABC):
     """`open` first. `key`: sent as `Authorization: Bearer`. `reached_at`: host and port for gateways; "": those of
     `url`.
     """
+
+    #: Roles of its workers.
+    roles: ClassVar[tuple[WorkerRole, ...]]
+    #: The kind of request that it takes.
+    words: ClassVar[type[EngineWords]]
+    #: Options that have it publish KV events.
+    events_options: ClassVar[str]
+    #: For a refusal, what lets it drop its cache by request.
+    reset_needs: ClassVar[str]
+    #: Where it says that it is there, without computing anything.
+    _alive_path: ClassVar[str]
 
     def __init__(self, url: str, *, key: str = "", reached_at: str = "") -> None:
         self.url = url.rstrip("/")
@@ -79,33 +102,21 @@ class EngineApi:
         if self._session is not None:
             await self._session.close()
 
+    @abstractmethod
     async def facts(self, model: str) -> EngineFacts:
         """`model`: the name that it must serve; "": the first that it does. Raises EngineAway, EngineUnfit."""
-        name, context = self._served(await self._json("/v1/models"), model)
-        info = next(iter((await self.samples()).get("vllm:cache_config_info", [])), ({}, 0.0))[0]
-        blocks, size = info.get("num_gpu_blocks", ""), info.get("block_size", "")
-        if not blocks.isdecimal() or not size.isdecimal() or int(size) < 1:
-            raise EngineUnfit(
-                f"--url {self.url}: /metrics has no vllm:cache_config_info with num_gpu_blocks and block_size"
-            )
-        if info.get("enable_prefix_caching") == "False":
-            raise EngineUnfit(f"--url {self.url}: the engine runs with --no-enable-prefix-caching")
-        sources: Any = None
-        with contextlib.suppress(EngineUnfit):  # an older release
-            sources = await self._json("/kv_event_sources")
-        source = sources.get("0", {}) if isinstance(sources, dict) else {}
-        on = isinstance(source, dict) and source.get("enable_kv_cache_events")
-        return EngineFacts(
-            model=name,
-            context_tokens=context,
-            cache_blocks=int(blocks),
-            block_tokens=int(size),
-            events=self._there(source.get("endpoint")) if on else "",
-            replay=self._there(source.get("replay_endpoint")) if on else "",
-            topic=str(source.get("topic") or "") if on else "",
-        )
 
-    def _served(self, said: Any, model: str) -> tuple[str, int]:
+    @abstractmethod
+    async def cache_percent(self) -> float:
+        """How full its cache is by requests, in percent. Raises EngineAway, EngineUnfit: it does not say."""
+
+    @abstractmethod
+    async def reset_prefix_cache(self) -> None:
+        """It drops the blocks that no request has. Raises EngineAway, EngineUnfit: it lets nobody do that."""
+
+    async def _served(self, model: str) -> tuple[str, int]:
+        """The model's name there, and the longest context. Raises EngineAway, EngineUnfit."""
+        said = await self._json("/v1/models")
         try:
             served = {str(one["id"]): int(one.get("max_model_len") or 0) for one in said["data"]}
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -116,12 +127,6 @@ class EngineApi:
         if served[name] < 2:
             raise EngineUnfit(f"--url {self.url}: /v1/models does not tell max_model_len")
         return name, served[name]
-
-    def _there(self, endpoint: object) -> str:
-        """Where an endpoint is that the engine has bound, as seen from here."""
-        text = str(endpoint or "")
-        host = urlsplit(self.url).hostname or ""
-        return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]):", f"tcp://{host}:", text)
 
     async def tokens_of(self, model: str, text: str) -> list[int] | None:
         """The engine's tokens of a text; None: it gives none. Raises EngineAway."""
@@ -136,27 +141,9 @@ class EngineApi:
     async def healthy(self) -> None:
         """Raises EngineAway."""
         try:
-            await self._read("/health", None)
+            await self._read(self._alive_path, None)
         except EngineUnfit as problem:
             raise EngineAway(str(problem)) from None
-
-    async def reset_prefix_cache(self) -> None:
-        """It drops the blocks that no request has. Raises EngineAway, EngineUnfit: it lets nobody do that."""
-        await self._read("/reset_prefix_cache", {})
-
-    async def samples(self) -> dict[str, list[tuple[dict[str, str], float]]]:
-        """Samples of `/metrics`: labels and value by name. Raises EngineAway, EngineUnfit."""
-        found: dict[str, list[tuple[dict[str, str], float]]] = {}
-        for line in (await self._read("/metrics", None)).decode(errors="replace").splitlines():
-            if (sample := _SAMPLE.match(line)) is None:
-                continue
-            try:
-                value = float(sample["value"])
-            except ValueError:
-                continue
-            labels = dict(_LABEL.findall(sample["labels"] or ""))
-            found.setdefault(sample["name"], []).append((labels, value))
-        return found
 
     async def complete(self, body: dict[str, Any], vocabulary: int) -> AsyncIterator[Heard]:
         """The answer as it comes; where `body` wants no stream, as a whole. Raises EngineRefused, EngineAway."""

@@ -1,0 +1,9 @@
+"""The engines of others that have an adapter."""
+
+from __future__ import annotations
+
+from halfmoon.workers.adapters.engines.api import EngineApi
+from halfmoon.workers.adapters.engines.sglang import SglangApi
+from halfmoon.workers.adapters.engines.vllm import VllmApi
+
+ENGINE_APIS: dict[str, type[EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
