@@ -29,9 +29,10 @@ MACHINES = {
     ),
     "adapters": (
         "actions",
-        "completion",
         "decode_half",
         "engine_blocks",
+        "engines.completion",
+        "engines.words",
         "events",
         "kv_events",
         "prefill_half",
