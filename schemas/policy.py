@@ -30,8 +30,8 @@ PolicyTitle = Annotated[str, Meta(pattern=rf"^({'|'.join(get_args(PolicyName))}|
 #: Where there are mixed workers and pairs of others: whichever is predicted to be better, mixed workers while they take
 #: it, or never a mixed one.
 MixedChoice = Literal["predicted", "preferred", "never"]
-#: What is least at the mixed worker that is taken: the time until the first token, or that until the last one and the
-#: work that the prompt is there.
+#: What is least at the mixed worker that is taken: the time until the first token, or with it that by which others slow
+#: the answer down and the work that the prompt is there.
 MixedRank = Literal["first_token", "answer_and_work"]
 AdmissionName = Literal["predicted", "early", "late", "none"]
 #: Price of a copy of blocks: the average saving by a block, or the measured saving by the displaced ones.

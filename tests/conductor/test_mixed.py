@@ -165,6 +165,16 @@ def test_the_first_token_or_time_and_work_decide_between_mixed_workers(rank: Any
     assert all("last token" in each for each in told)
 
 
+def test_a_worker_that_is_believed_to_be_slow_gets_its_part() -> None:
+    """Or nobody would ever learn better."""
+    slow = msgspec.structs.replace(PROFILE, decode_base_ns=20 * MS)
+    script = cluster(mixed(0), mixed(1, profile=slow), name="local_cache_aware", mixed_rank="answer_and_work")
+    first = placed(script, "r1", max_tokens=1_000)
+    script(prefilled(first.order_id, "r1", first.worker_id, compute_ns=110 * MS), after_ns=110 * MS)
+    second = placed(script, "r2", max_tokens=1_000)
+    assert (first.worker_id, second.worker_id) == ("m0", "m1")
+
+
 def test_a_short_answer_is_drawn_where_its_prompt_is_cached() -> None:
     script = one_decodes_and_has_the_prefix(mixed_rank="answer_and_work")
     state, request = script.core.state, arrived(max_tokens=5)

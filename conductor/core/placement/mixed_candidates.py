@@ -7,9 +7,11 @@ Source: Sarathi-Serve (OSDI'24), sections 4.2 and 4.3: the time that a chunk add
 reverse.
 
 Of the workers the one is taken where the request's time and work are least (`Policy.mixed_rank`): the time until its
-last token, and that of computing its prompt once more, since whoever comes after it waits as long. By the first token
-alone, which decodes beside it hardly delay, long answers crowd on one worker while another has nothing to do. By the
-last token alone, prompts move away from their blocks, and are computed again.
+first token, that by which the others there slow its answer down, and that of computing its prompt once more, since
+whoever comes after it waits as long. By the first token alone, which decodes beside it hardly delay, long answers crowd
+on one worker while another has nothing to do. Without the work, prompts move away from their blocks, and are computed
+again. With the whole answer's time in place of the slowing, a worker whose step is believed to be a little longer than
+another's gets nothing, and so nobody learns better: of two engines, measured at their start, one got every request.
 
 In a large fleet nearly all workers are passed over: `least_mixed` bounds each one's rank from below, and costs those
 alone whose bound is no later than the best so far. The answer is that of looking at all of them, ties included: tests
@@ -44,7 +46,7 @@ class MixedCandidate(msgspec.Struct, kw_only=True):
     decode: DecodeCandidate
     #: From the first token to the last, without chunks of other prompts.
     answer_ns: int
-    #: What counts beside the first token.
+    #: What counts beside the first token: how much later others there let it end, and its prompt's work.
     beside_ns: int = 0
 
     @property
@@ -150,7 +152,8 @@ def _cost_bounds(
         prefill_ns = worker.cost.prefill_ns(tokens, cached * worker.block_tokens)
         cost_ns = queue_ns(worker, now_ns) + prefill_ns
         if by_work:
-            cost_ns += prefill_ns + _answer_ns(_step_bound(worker, tokens + answer_tokens), answer_tokens)
+            context = tokens + answer_tokens
+            cost_ns += prefill_ns + _slowed_ns(worker, _step_bound(worker, context), context, answer_tokens)
         found.append((cost_ns, place))
     return found
 
@@ -167,6 +170,11 @@ def _answer_ns(step_ns: int, answer_tokens: int) -> int:
     return step_ns * max(0, answer_tokens - 1)
 
 
+def _slowed_ns(worker: WorkerRecord, step_ns: int, context_tokens: int, answer_tokens: int) -> int:
+    """How much longer the answer takes by steps of `step_ns` than alone at the worker."""
+    return _answer_ns(max(0, step_ns - worker.cost.step_ns(1, context_tokens)), answer_tokens)
+
+
 def _candidate_of(
     state: State,
     worker: WorkerRecord,
@@ -176,9 +184,11 @@ def _candidate_of(
     answer_tokens: int,
 ) -> MixedCandidate:
     prefill = candidate_of(state, worker, request.prompt_tokens, match, now_ns)
-    decode = decode_candidate_of(state, worker, match, request.prompt_tokens + answer_tokens)
-    answer_ns = _answer_ns(decode.tbt_ns, answer_tokens)
-    beside_ns = answer_ns + prefill.prefill_ns if state.policy.mixed_rank == "answer_and_work" else 0
+    context = request.prompt_tokens + answer_tokens
+    decode = decode_candidate_of(state, worker, match, context)
+    answer_ns, beside_ns = _answer_ns(decode.tbt_ns, answer_tokens), 0
+    if state.policy.mixed_rank == "answer_and_work":
+        beside_ns = prefill.prefill_ns + _slowed_ns(worker, decode.tbt_ns, context, answer_tokens)
     decoding = [order for order_id in worker.orders if (order := state.orders[order_id]).phase == "decode"]
     if decoding:
         computed = request.prompt_tokens - prefill.cached_tokens
