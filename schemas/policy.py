@@ -30,9 +30,6 @@ PolicyTitle = Annotated[str, Meta(pattern=rf"^({'|'.join(get_args(PolicyName))}|
 #: Where there are mixed workers and pairs of others: whichever is predicted to be better, mixed workers while they take
 #: it, or never a mixed one.
 MixedChoice = Literal["predicted", "preferred", "never"]
-#: What is least at the mixed worker that is taken: the time until the first token, or with it that by which others slow
-#: the answer down and the work that the prompt is there.
-MixedRank = Literal["first_token", "answer_and_work"]
 AdmissionName = Literal["predicted", "early", "late", "none"]
 #: Price of a copy of blocks: the average saving by a block, or the measured saving by the displaced ones.
 CopiesPrice = Literal["reuse", "displaced"]
@@ -50,8 +47,6 @@ class PlacementRules(Part, frozen=True):
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     #: How a mixed worker is chosen over a prefill and a decode worker; older logs have no mixed workers.
     mixed_choice: MixedChoice = "predicted"
-    #: Which of the mixed workers is taken; in older logs, the one with the earliest first token.
-    mixed_rank: MixedRank = "first_token"
     #: Number of a worker's last prefills and answers whose measured times correct its predictions; 0, as in older logs:
     #: they are not corrected.
     correction_window: Annotated[int, Meta(ge=0, le=1_000)] = 0
@@ -193,7 +188,6 @@ class Policy(LivenessRules, frozen=True):
         """With the rules of placement that a new cluster, the simulator and the comparisons of policies have."""
         return msgspec.structs.replace(
             self,
-            mixed_rank="answer_and_work",
             copies_price="displaced",
             group_from="spare",
             links_by_blocks=True,

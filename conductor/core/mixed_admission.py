@@ -37,35 +37,19 @@ def decide_mixed(costed: Costed, found: Sequence[MixedCandidate]) -> Placement |
             message="the queue of every mixed worker is full",
             retry_after_ns=max(min(c.prefill.queue_ns // c.prefill.orders for c in found), RETRY_NS_MIN),
         )
-    roomy = _roomy(costed, able)
-    if not roomy:
-        return _no_room(state, able, now_ns)
-    verdict = _judged(costed, min(roomy, key=lambda c: c.rank))
-    if isinstance(verdict, Refusal) and state.policy.mixed_rank == "answer_and_work":
-        # Another one may be in time, where the answer or the work is longer.
-        roomy = _roomy(costed, [c for c in costed.every_mixed() if not c.full])
-        verdict = _judged(costed, min(roomy, key=lambda c: c.first_token_rank))
-    return verdict
-
-
-def _roomy(costed: Costed, able: list[MixedCandidate]) -> list[MixedCandidate]:
-    """Those with room for its KV, now or when its prompt will be computed; where admission does not ask, all."""
     roomy = [c for c in able if c.decode.room]
-    if roomy or costed.state.policy.admission not in ("early", "predicted"):
-        return roomy or able
-    return [c for c in able if costed.room_at(c.decode, costed.now_ns + c.prefill.ttft_ns)]
-
-
-def _judged(costed: Costed, best: MixedCandidate) -> Placement | Refusal:
-    """The request at this worker, or why it is refused there."""
-    state = costed.state
+    if not roomy and state.policy.admission in ("early", "predicted"):
+        roomy = [c for c in able if costed.room_at(c.decode, now_ns + c.prefill.ttft_ns)]
+        if not roomy:
+            return _no_room(state, able, now_ns)
+    best = min(roomy or able, key=lambda c: c.rank)
     placement = placement_of(costed, best.prefill, best.decode)
     if state.policy.admission == "none":
         return placement
     limits = placement.limits = limits_of(costed, placement)
     return (
         late(placement, limits, costed.waited_ns)
-        or _slow(state, placement, limits, costed.now_ns)
+        or _slow(state, placement, limits, now_ns)
         or too_large_now(state, placement, limits, costed.mixed_workers)
         or placement
     )

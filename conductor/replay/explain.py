@@ -189,8 +189,7 @@ def mixed_line(c: MixedCandidate, chosen: str) -> str:
         f"{'> ' if c.worker_id == chosen else ''}{c.worker_id}, mixed: first token {duration(prefill.ttft_ns)} (queue "
         f"{duration(prefill.queue_ns)}, transfer {duration(prefill.transfer_ns)}, prefill beside its decodes "
         f"{duration(prefill.prefill_ns)}, {prefill.cached_tokens} tokens cached), {duration(decode.tbt_ns)} between "
-        f"tokens beside {decode.sequences} others, last token {duration(prefill.ttft_ns + c.answer_ns)}; "
-        f"{decode.blocks} KV blocks, {decode.reserved_blocks} reserved"
+        f"tokens beside {decode.sequences} others; {decode.blocks} KV blocks, {decode.reserved_blocks} reserved"
         + ("" if decode.room else " (no room)")
         + (", its queue is full" if c.full else "")
     )

@@ -27,7 +27,7 @@ from halfmoon.schemas.codec import digest as digest_of
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import ClusterConfigured, RequestArrived, Stamped, StateDigested
-from halfmoon.schemas.policy import AdmissionName, CopiesPrice, MixedRank, Policy, PolicyName
+from halfmoon.schemas.policy import AdmissionName, CopiesPrice, Policy, PolicyName
 from tests.chaos.attention_workers import AttentionWorker
 from tests.chaos.conductors import Conductor, published
 from tests.chaos.decode_workers import DecodeWorker
@@ -88,7 +88,6 @@ class World:
         self.correction_window = random.Random(f"correction {seed}").choice([0, 0, 3, 15])
         self.coming_blocks = random.Random(f"coming {seed}").random() < 0.5
         self.passing_durations = random.Random(f"passing {seed}").choice([0, 1, 8])
-        self.mixed_rank = random.Random(f"mixed rank {seed}").choice(get_args(MixedRank))
         self.copies_price = random.Random(f"copies {seed}").choice(get_args(CopiesPrice))
         if not lossy:
             self.net.loss = 0.0
@@ -268,7 +267,6 @@ class World:
         if self.mixed:
             added["admission"] = self.mixed_draw.choice(["none", "none", "predicted", "late"])
             added["mixed_choice"] = self.mixed_draw.choice(["predicted", "predicted", "preferred"])
-            added["mixed_rank"] = self.mixed_rank
         if self.elastic:
             roles = self.role_draw
             added |= {

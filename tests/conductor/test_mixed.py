@@ -143,63 +143,6 @@ def test_a_prefix_on_the_mixed_workers_node_counts() -> None:
     assert (order.worker_id, order.local_blocks) == ("m1", 9)
 
 
-def one_decodes_and_has_the_prefix(**policy: Any) -> Script:
-    """m0 has nine tenths of the prompts of `arrived`, and a request in decode; m1 has nothing, and nothing to do."""
-    slow = msgspec.structs.replace(PROFILE, decode_per_sequence_ns=3 * MS)
-    workers = mixed(0, profile=slow), mixed(1, profile=slow)
-    script = cluster(*workers, name="local_cache_aware", **policy)
-    first = placed(script, "r0", block_keys=b"")
-    assert first.worker_id == "m0"
-    script(prefilled(first.order_id, "r0", "m0", compute_ns=110 * MS), after_ns=110 * MS)
-    script(stored("m0", keys(9)))
-    return script
-
-
-@pytest.mark.parametrize(("rank", "taken"), [("first_token", "m0"), ("answer_and_work", "m1")])
-def test_the_first_token_or_time_and_work_decide_between_mixed_workers(rank: Any, taken: str) -> None:
-    script = one_decodes_and_has_the_prefix(mixed_rank=rank)
-    script.core.explain_requests = lambda _: True
-    assert placed(script).worker_id == taken
-    told = [each for each in remarks(script.core.notes[-1], None) if "mixed: first token" in each]
-    assert [each.startswith(f"> {taken}") for each in told] == [taken == "m0", taken == "m1"]
-    assert all("last token" in each for each in told)
-
-
-def test_a_worker_that_is_believed_to_be_slow_gets_its_part() -> None:
-    """Or nobody would ever learn better."""
-    slow = msgspec.structs.replace(PROFILE, decode_base_ns=20 * MS)
-    script = cluster(mixed(0), mixed(1, profile=slow), name="local_cache_aware", mixed_rank="answer_and_work")
-    first = placed(script, "r1", max_tokens=1_000)
-    script(prefilled(first.order_id, "r1", first.worker_id, compute_ns=110 * MS), after_ns=110 * MS)
-    second = placed(script, "r2", max_tokens=1_000)
-    assert (first.worker_id, second.worker_id) == ("m0", "m1")
-
-
-def test_a_short_answer_is_drawn_where_its_prompt_is_cached() -> None:
-    script = one_decodes_and_has_the_prefix(mixed_rank="answer_and_work")
-    state, request = script.core.state, arrived(max_tokens=5)
-    matched = match_prefix(state, request, script.now_ns)
-    # From the first token to the second there is one step: 10 ms, 3 ms a sequence, and what it reads.
-    found = mixed_candidates(state, request, matched, script.now_ns, 2)
-    assert [one.answer_ns // MS for one in found] == [18, 14]
-    assert placed(script, max_tokens=5).worker_id == "m0"
-
-
-@pytest.mark.parametrize(("slo_ms", "taken"), [(60, "m0"), (500, "m1")])
-def test_nobody_is_refused_whose_first_token_is_in_time_at_another_mixed_worker(
-    slo_ms: int, taken: str
-) -> None:
-    script = one_decodes_and_has_the_prefix(mixed_rank="answer_and_work", admission="early")
-    assert placed(script, ttft_slo_ns=slo_ms * MS).worker_id == taken
-
-
-def test_the_refusal_names_the_earliest_first_token_of_all_mixed_workers() -> None:
-    script = one_decodes_and_has_the_prefix(mixed_rank="answer_and_work", admission="early")
-    (refused,) = script.orders(arrived(ttft_slo_ns=10 * MS))
-    assert isinstance(refused, RejectRequest)
-    assert (refused.reason, refused.predicted and refused.predicted.ttft_ns < 60 * MS) == ("ttft_slo", True)
-
-
 @pytest.mark.parametrize(
     ("choice", "kinds"),
     [
@@ -387,7 +330,6 @@ def wide_fleet(draw: random.Random) -> Script:
     """Three to thirty mixed workers, many of them alike; they hold blocks, compute prompts and decode."""
     script = cluster(
         name=draw.choice(["halfmoon", "local_cache_aware", "mooncake"]),
-        mixed_rank=draw.choice(["first_token", "answer_and_work"]),
         admission=draw.choice(["none", "none", "predicted"]),
         queued_max_per_worker=draw.choice([2, 100]),
         link_bytes_s=10 ** draw.randrange(7, 11),

@@ -6,16 +6,9 @@ iterations; and beside the answer go chunks of other prompts, up to the token bu
 Source: Sarathi-Serve (OSDI'24), sections 4.2 and 4.3: the time that a chunk adds to a decode's iteration, and the
 reverse.
 
-Of the workers the one is taken where the request's time and work are least (`Policy.mixed_rank`): the time until its
-first token, that by which the others there slow its answer down, and that of computing its prompt once more, since
-whoever comes after it waits as long. By the first token alone, which decodes beside it hardly delay, long answers crowd
-on one worker while another has nothing to do. Without the work, prompts move away from their blocks, and are computed
-again. With the whole answer's time in place of the slowing, a worker whose step is believed to be a little longer than
-another's gets nothing, and so nobody learns better: of two engines, measured at their start, one got every request.
-
-In a large fleet nearly all workers are passed over: `least_mixed` bounds each one's rank from below, and costs those
-alone whose bound is no later than the best so far. The answer is that of looking at all of them, ties included: tests
-compare the two, on random logs.
+In a large fleet nearly all workers are passed over: `least_mixed` bounds each one's first token from below, and costs
+those alone whose bound is no later than the best so far. The answer is that of looking at all of them, ties included:
+tests compare the two, on random logs.
 """
 
 from __future__ import annotations
@@ -34,8 +27,7 @@ from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.events import RequestArrived
 
-#: The figures that are compared: the cost (by first token, or time and work) with the price of copies, time between
-#: tokens, orders, id.
+#: The figures that are compared: first token with the price of copies, time between tokens, orders, id.
 Rank = tuple[int, int, int, str]
 
 
@@ -44,10 +36,6 @@ class MixedCandidate(msgspec.Struct, kw_only=True):
 
     prefill: Candidate
     decode: DecodeCandidate
-    #: From the first token to the last, without chunks of other prompts.
-    answer_ns: int
-    #: What counts beside the first token: how much later others there let it end, and its prompt's work.
-    beside_ns: int = 0
 
     @property
     def worker_id(self) -> str:
@@ -61,14 +49,8 @@ class MixedCandidate(msgspec.Struct, kw_only=True):
     @property
     def rank(self) -> Rank:
         """The least is chosen."""
-        first_ns, tbt_ns, orders, worker_id = self.first_token_rank
-        return first_ns + self.beside_ns, tbt_ns, orders, worker_id
-
-    @property
-    def first_token_rank(self) -> Rank:
-        """The least has the earliest first token."""
-        first_ns = self.prefill.ttft_ns + self.prefill.copies_ns
-        return first_ns, self.decode.tbt_ns, self.prefill.orders, self.worker_id
+        first_token_ns = self.prefill.ttft_ns + self.prefill.copies_ns
+        return first_token_ns, self.decode.tbt_ns, self.prefill.orders, self.worker_id
 
 
 def mixed_candidates(
@@ -103,14 +85,12 @@ def least_mixed(
     places = _able_places(state, context)
     best: MixedCandidate | None = None
     rank: Rank | None = None
-    for cost_ns, place in sorted(
-        _cost_bounds(state, places, request.prompt_tokens, match, now_ns, answer_tokens)
-    ):
+    for first_ns, place in sorted(_first_token_bounds(state, places, request.prompt_tokens, match, now_ns)):
         worker = index.workers[place]
-        if rank is not None and cost_ns >= rank[0]:
-            if cost_ns > rank[0]:
+        if rank is not None and first_ns >= rank[0]:
+            if first_ns > rank[0]:
                 break
-            if (cost_ns, _step_bound(worker, context), len(worker.orders), worker.worker_id) > rank:
+            if _rank_bound(worker, first_ns, context) > rank:
                 continue
         here = _candidate_of(state, worker, request, match, now_ns, answer_tokens)
         if rank is None or here.rank < rank:
@@ -131,10 +111,10 @@ def _able_places(state: State, context_tokens: int) -> list[int]:
     return roomy or ([] if policy.admission in ("early", "predicted") else able)
 
 
-def _cost_bounds(
-    state: State, places: list[int], tokens: int, match: PrefixMatch, now_ns: int, answer_tokens: int
+def _first_token_bounds(
+    state: State, places: list[int], tokens: int, match: PrefixMatch, now_ns: int
 ) -> list[tuple[int, int]]:
-    """A lower bound of the first figure of its rank at each of the mixed workers, and its place.
+    """A lower bound of the first token, with the price of copies, at each of the mixed workers, and its place.
 
     No first token comes before the queue is done and all is computed behind what may be read: the worker's own blocks
     in memory where nothing is fetched, else the longest match. Transfers, copies and decodes beside it are taken to be
@@ -144,35 +124,22 @@ def _cost_bounds(
     limit = cached_blocks_max(workers[0], tokens) if workers else 0
     own = rules_of(state).fetch == "local_only" and dram is match.held
     longest = min(match.longest, limit)
-    by_work = state.policy.mixed_rank == "answer_and_work"
     found = []
     for place in places:
         worker = workers[place]
         cached = min(dram.get(worker.node_id, 0), limit) if own else longest
-        prefill_ns = worker.cost.prefill_ns(tokens, cached * worker.block_tokens)
-        cost_ns = queue_ns(worker, now_ns) + prefill_ns
-        if by_work:
-            context = tokens + answer_tokens
-            cost_ns += prefill_ns + _slowed_ns(worker, _step_bound(worker, context), context, answer_tokens)
-        found.append((cost_ns, place))
+        first_ns = worker.cost.prefill_ns(tokens, cached * worker.block_tokens) + queue_ns(worker, now_ns)
+        found.append((first_ns, place))
     return found
 
 
-def _step_bound(worker: WorkerRecord, context_tokens: int) -> int:
-    """A lower bound of the worker's step with one more of so much context."""
+def _rank_bound(worker: WorkerRecord, first_ns: int, context_tokens: int) -> Rank:
+    """A lower bound of the worker's rank, whose first token is not before `first_ns`."""
+    sequences = len(worker.orders)
     if worker.priced:
-        return 0
-    return worker.cost.step_ns(len(worker.orders) + 1, worker.context_tokens + context_tokens)
-
-
-def _answer_ns(step_ns: int, answer_tokens: int) -> int:
-    """From the first token to the last."""
-    return step_ns * max(0, answer_tokens - 1)
-
-
-def _slowed_ns(worker: WorkerRecord, step_ns: int, context_tokens: int, answer_tokens: int) -> int:
-    """How much longer the answer takes by steps of `step_ns` than alone at the worker."""
-    return _answer_ns(max(0, step_ns - worker.cost.step_ns(1, context_tokens)), answer_tokens)
+        return first_ns, 0, sequences, worker.worker_id
+    step_ns = worker.cost.step_ns(sequences + 1, worker.context_tokens + context_tokens)
+    return first_ns, step_ns, sequences, worker.worker_id
 
 
 def _candidate_of(
@@ -184,24 +151,20 @@ def _candidate_of(
     answer_tokens: int,
 ) -> MixedCandidate:
     prefill = candidate_of(state, worker, request.prompt_tokens, match, now_ns)
-    context = request.prompt_tokens + answer_tokens
-    decode = decode_candidate_of(state, worker, match, context)
-    answer_ns, beside_ns = _answer_ns(decode.tbt_ns, answer_tokens), 0
-    if state.policy.mixed_rank == "answer_and_work":
-        beside_ns = prefill.prefill_ns + _slowed_ns(worker, decode.tbt_ns, context, answer_tokens)
+    decode = decode_candidate_of(state, worker, match, request.prompt_tokens + answer_tokens)
     decoding = [order for order_id in worker.orders if (order := state.orders[order_id]).phase == "decode"]
     if decoding:
         computed = request.prompt_tokens - prefill.cached_tokens
         iterations = -(-computed // chunk_tokens(worker, len(decoding)))
         step_ns = worker.cost.step_ns(len(decoding), sum(order.decode.context_tokens for order in decoding))
-        steps_ns = iterations * step_ns
+        beside_ns = iterations * step_ns
         prefill = msgspec.structs.replace(
-            prefill, prefill_ns=prefill.prefill_ns + steps_ns, ttft_ns=prefill.ttft_ns + steps_ns
+            prefill, prefill_ns=prefill.prefill_ns + beside_ns, ttft_ns=prefill.ttft_ns + beside_ns
         )
     if worker.orders:
         chunk_ns = worker.cost.prefill_ns(chunk_tokens(worker, len(worker.orders)), 0)
         decode = msgspec.structs.replace(decode, tbt_ns=decode.tbt_ns + chunk_ns)
-    return MixedCandidate(prefill=prefill, decode=decode, answer_ns=answer_ns, beside_ns=beside_ns)
+    return MixedCandidate(prefill=prefill, decode=decode)
 
 
 def chunk_tokens(worker: WorkerRecord, decoding: int) -> int:
