@@ -59,6 +59,11 @@ class Asked(msgspec.Struct):
     ignore_eos: bool = False
 
 
+def wire_of(number: int) -> str:
+    """The wire of the engine of that number."""
+    return WIRES[number % len(WIRES)]
+
+
 def next_token(last: int, length: int) -> int:
     """The token behind `length` tokens, of which `last` is the last one."""
     return 1_000 + (last * 31 + length * 7_919) % 40_000
@@ -353,8 +358,7 @@ def serve(faults: Sequence[str], shape: EngineShape, pipe: Connection) -> None:
         context, heard = zmq.asyncio.Context(), deque[Asked](maxlen=200)
         context.set(zmq.MAX_SOCKETS, 4 * len(faults) + 16)
         engines = [
-            Engine(shape, wire, fault, heard, context)
-            for wire, fault in zip(itertools.cycle(WIRES), faults, strict=False)
+            Engine(shape, wire_of(number), fault, heard, context) for number, fault in enumerate(faults)
         ]
         servers = [
             await loop.create_server(lambda engine=each: Client(engine), "127.0.0.1", 0) for each in engines

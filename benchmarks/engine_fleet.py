@@ -1,4 +1,5 @@
-"""A fleet of engines behind the conductor: 100 that speak vLLM's HTTP and its KV events, and a given rate of requests.
+"""A fleet of engines behind the conductor: 100, with the HTTP and the KV events of vLLM and SGLang by turns, and a
+given rate of requests.
 
 The engines are doubles that compute nothing (`engine_doubles.py`), in one process. Each has an adapter of its own, by
 the command's own code (`halfmoon adapt`), but many of these share a process: 100 processes do not fit two cores.
@@ -35,7 +36,7 @@ import nats
 import orjson
 import uvloop
 from clusters import cluster, cpu_s, finish, parsed, parser, pid_of, spread
-from engine_doubles import FAULTS, WIRES, EngineShape, answer_of, serve
+from engine_doubles import FAULTS, EngineShape, answer_of, serve, wire_of
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
@@ -81,6 +82,11 @@ class Engine(NamedTuple):
     fault: str
 
 
+def name_of(number: int) -> str:
+    """The worker of the engine of that number."""
+    return f"{wire_of(number)}-{number}"
+
+
 # --- the processes ------------------------------------------------------------------------------------------
 
 
@@ -116,10 +122,8 @@ def doubles(faults: Sequence[str], shape: EngineShape) -> Iterator[tuple[list[En
     try:
         ports = ours.recv()
         engines = [
-            Engine(f"{wire}-{number}", wire, f"http://127.0.0.1:{port}", fault)
-            for number, (wire, port, fault) in enumerate(
-                zip(itertools.cycle(WIRES), ports, faults, strict=False)
-            )
+            Engine(name_of(number), wire_of(number), f"http://127.0.0.1:{port}", fault)
+            for number, (port, fault) in enumerate(zip(ports, faults, strict=True))
         ]
         assert process.pid is not None
         yield engines, ours, process.pid
@@ -190,7 +194,7 @@ def _frontend(number: int, nats_url: str, directory: str) -> Iterator[int]:
 
 async def all_joined(bus: Bus, args: argparse.Namespace) -> None:
     """Returns when each engine and each frontend is in the log."""
-    missing = {f"{WIRES[number % len(WIRES)]}-{number}" for number in range(args.engines)}
+    missing = {name_of(number) for number in range(args.engines)}
     missing |= {f"frontend-{number}" for number in range(args.frontends)}
     try:
         async with asyncio.timeout(START_S):

@@ -20,7 +20,7 @@ from halfmoon.bus.credentials import private_directory
 from halfmoon.cli.declared import add_options, options_of
 from halfmoon.cli.local.cluster import LocalCluster
 from halfmoon.cli.local.credentials import credentials_of
-from halfmoon.cli.local.engines import ENGINE_TITLES, adapted_engines
+from halfmoon.cli.local.engines import adapted_engines
 from halfmoon.cli.options import DEFAULT_CLUSTER, OptionInvalid, add_bus, add_config, state_directory
 from halfmoon.cli.processes.lifecycle import raise_open_files_limit
 from halfmoon.cli.processes.options import PolicyOptions, policy_of
@@ -31,6 +31,7 @@ from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, WORKER_ROLES
 from halfmoon.schemas.types import option
 from halfmoon.store.options import StoreOptions
+from halfmoon.workers.adapters.options import ENGINE_TITLES
 from halfmoon.workers.frontend.options import FrontendOptions
 from halfmoon.workers.options import WorkerOptions
 

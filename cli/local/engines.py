@@ -7,11 +7,9 @@ from typing import NamedTuple
 
 from halfmoon.schemas.roles import WorkerRole
 
-ENGINE_TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
-
 
 class AdaptedEngine(NamedTuple):
-    """`name` is its worker's, and its node's. `kind`: vllm or sglang."""
+    """`name` is its worker's, and its node's. `kind`: of `ENGINE_TITLES`."""
 
     name: str
     kind: str

@@ -21,7 +21,13 @@ from halfmoon.cli.shared_options import ModelOptions, ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
-from halfmoon.workers.adapters.options import BATCH_MAX, EVENTS_PORT, TOKEN_BUDGET, AdapterOptions
+from halfmoon.workers.adapters.options import (
+    BATCH_MAX,
+    ENGINE_TITLES,
+    EVENTS_PORT,
+    TOKEN_BUDGET,
+    AdapterOptions,
+)
 from halfmoon.workers.model.loading.files import ModelConfig, load_config
 
 if TYPE_CHECKING:
@@ -38,7 +44,7 @@ OPTIONS = (AdapterOptions, ModelOptions, ProcessOptions)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=("vllm", "sglang"), help="whose API the engine has")
+    parser.add_argument("kind", choices=tuple(ENGINE_TITLES), help="whose API the engine has")
     add_options(parser, *OPTIONS)
     add_bus(parser)
     add_config(parser)

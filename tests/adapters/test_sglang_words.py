@@ -51,7 +51,7 @@ class Said(SglangApi):
 
     def __init__(self, **info: Any) -> None:
         super().__init__("http://[::1]:30000")
-        self.info = {"page_size": 16, "max_total_num_tokens": 1_600, **info}
+        self.info: Any = {"page_size": 16, "max_total_num_tokens": 1_600, **info}
 
     async def _json(self, path: str, body: Any = None) -> Any:
         if path == "/server_info":
@@ -66,6 +66,21 @@ async def test_how_full_it_is() -> None:
     assert await Said(loads={"loads": ranks}).cache_percent() == 50.0
     with pytest.raises(EngineUnfit, match="/v1/loads tells no token_usage"):
         await Said(loads={"loads": []}).cache_percent()
+
+
+@pytest.mark.parametrize(
+    ("info", "text"),
+    [
+        ([1], "is no JSON object"),
+        ({"page_size": 0, "max_total_num_tokens": 1}, "tells no page_size and max_total_num_tokens"),
+        ({"page_size": "16"}, "tells no page_size and max_total_num_tokens"),
+    ],
+)
+async def test_an_answer_that_makes_no_sense_is_refused(info: Any, text: str) -> None:
+    engine = Said()
+    engine.info = info
+    with pytest.raises(EngineUnfit, match=f"/server_info {text}$"):
+        await engine.facts("")
 
 
 def published(**fields: Any) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import msgspec
 
 from halfmoon.schemas.types import option
 
+#: The engines that have an adapter, and what they are called.
+ENGINE_TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 #: The default port of vLLM and SGLang for KV events.
 EVENTS_PORT = 5557
 #: vLLM's defaults, which does not tell its own.

@@ -33,6 +33,8 @@ class SglangApi(EngineApi):
     async def facts(self, model: str) -> EngineFacts:
         name, context = await self._served(model)
         info = await self._json("/server_info")
+        if not isinstance(info, dict):
+            raise EngineUnfit(f"--url {self.url}: /server_info is no JSON object")
         page, tokens = _number(info, "page_size"), _number(info, "max_total_num_tokens")
         if not page or not tokens:
             raise EngineUnfit(f"--url {self.url}: /server_info tells no page_size and max_total_num_tokens")

@@ -19,11 +19,8 @@ class VllmApi(EngineApi):
 
     roles = "mixed", "prefill", "decode"
     words = VllmWords
-    events_options = (
-        "--kv-events-config '"
-        '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}'
-        "'"
-    )
+    events_options = """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", \
+"endpoint": "tcp://*:5557"}'"""
     reset_needs = "vLLM has it with VLLM_SERVER_DEV_MODE=1"
     _alive_path = "/health"
 

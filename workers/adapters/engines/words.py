@@ -128,7 +128,7 @@ class SglangWords(EngineWords):
         self, salt: str, prompt: Sequence[int], known: Sequence[int], max_tokens: int, sampling: Sampling
     ) -> dict[str, Any]:
         body = super().body(salt, prompt, known, max_tokens, sampling)
-        # It writes "all" otherwise, and takes 0 for a mistake.
+        # No limit is -1 there, and 0 a mistake.
         body["top_k"] = sampling.top_k if sampling.top_k > 0 else -1
         return body
 
