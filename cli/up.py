@@ -20,7 +20,7 @@ from halfmoon.bus.credentials import private_directory
 from halfmoon.cli.declared import add_options, options_of
 from halfmoon.cli.local.cluster import LocalCluster
 from halfmoon.cli.local.credentials import credentials_of
-from halfmoon.cli.local.engines import adapted_engines
+from halfmoon.cli.local.engines import adapted_engines, check_halves
 from halfmoon.cli.options import DEFAULT_CLUSTER, OptionInvalid, add_bus, add_config, state_directory
 from halfmoon.cli.processes.lifecycle import raise_open_files_limit
 from halfmoon.cli.processes.options import PolicyOptions, policy_of
@@ -63,6 +63,12 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     adapt_vllm_decode: Annotated[tuple[str, ...], option("as --adapt-vllm, a decode worker", "URL")] = ()
     adapt_sglang: Annotated[tuple[str, ...], option("as --adapt-vllm, an SGLang", "URL")] = ()
+    adapt_sglang_prefill: Annotated[
+        tuple[str, ...], option("as --adapt-vllm-prefill, an SGLang of --disaggregation-mode prefill", "URL")
+    ] = ()
+    adapt_sglang_decode: Annotated[
+        tuple[str, ...], option("as --adapt-vllm-decode, an SGLang of --disaggregation-mode decode", "URL")
+    ] = ()
     conductors: Annotated[int, Meta(ge=1)] = 1
     port: Annotated[int, option("HTTP port (default: 8000, or a free one)")] = 0
     metrics_port: Annotated[int, option("serve metrics at ports from this on (default: no)")] = 0
@@ -168,12 +174,7 @@ def count_nodes(args: argparse.Namespace) -> None:
         raise OptionInvalid(
             "--prefill and --decode: some of both, or with --mixed or --adapt-… none of either"
         )
-    if bool(args.adapt_vllm_prefill) != bool(args.adapt_vllm_decode):
-        raise OptionInvalid("--adapt-vllm-prefill and --adapt-vllm-decode: some of both, or none of either")
-    if args.adapt_vllm_prefill and args.prefill:
-        raise OptionInvalid(
-            "--adapt-vllm-prefill: its KV does not come to decode workers of --decode, nor theirs to an engine"
-        )
+    check_halves(args)
     if args.attention and not args.decode:
         raise OptionInvalid("--attention: its KV is that of decode workers, of which there are none")
 

@@ -71,8 +71,8 @@ class TransferFailed(Message, frozen=True):
 class EngineKv(Part, frozen=True):
     """The KV of a prompt lies in an engine of another's; a decode engine of its kind gets it there by itself."""
 
-    #: What the prefill engine says of the place (vLLM's `kv_transfer_params`, JSON); "": it says nothing. Then the
-    #: decode engine finds the KV in a store that both have, or computes it.
+    #: What the prefill engine says of the place (vLLM's `kv_transfer_params`), or what tells an SGLang of it, JSON;
+    #: "": it says nothing. Then the decode engine finds the KV in a store that both have, or computes it.
     params: Annotated[str, Meta(max_length=ENGINE_PARAMS_MAX)] = ""
     #: Tokens that it is of: the prompt, and what the client had of the answer.
     tokens: Tokens = 0

@@ -76,6 +76,14 @@ def test_with_mixed_workers_there_need_be_no_others(words: tuple[str, ...], coun
             ("--adapt-vllm-prefill", "http://a"),
             "--adapt-vllm-prefill and --adapt-vllm-decode: some of both, or none of either",
         ),
+        (
+            ("--adapt-sglang-decode", "http://a"),
+            "--adapt-sglang-prefill and --adapt-sglang-decode: some of both, or none of either",
+        ),
+        (
+            (*ENGINES, "--adapt-sglang-prefill", "http://c", "--adapt-sglang-decode", "http://d"),
+            "--adapt-vllm-prefill and --adapt-sglang-prefill: engines of one kind do not get the KV of another's",
+        ),
         ((*ENGINES, "--prefill", "1", "--decode", "1"), "its KV does not come to decode workers of --decode"),
     ],
 )

@@ -24,6 +24,8 @@ OWN = {
     "adapt_vllm_prefill",
     "adapt_vllm_decode",
     "adapt_sglang",
+    "adapt_sglang_prefill",
+    "adapt_sglang_decode",
     "conductors",
     "port",
     "metrics_port",

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
+from halfmoon.cli.options import OptionInvalid
 from halfmoon.schemas.roles import WorkerRole
+from halfmoon.workers.adapters.options import ENGINE_TITLES
+
+#: Roles, and how the options of `up` for them end.
+_OPTIONS: tuple[tuple[WorkerRole, str], ...] = ("mixed", ""), ("prefill", "_prefill"), ("decode", "_decode")
 
 
 class AdaptedEngine(NamedTuple):
@@ -18,15 +23,26 @@ class AdaptedEngine(NamedTuple):
 
 
 def adapted_engines(args: argparse.Namespace) -> list[AdaptedEngine]:
-    """vLLMs are vllm-0 and on, those that do both before prefill and decode; SGLangs are sglang-0 and on."""
-    options: list[tuple[WorkerRole, list[str]]] = [
-        ("mixed", args.adapt_vllm),
-        ("prefill", args.adapt_vllm_prefill),
-        ("decode", args.adapt_vllm_decode),
-    ]
-    urls = [(role, url) for role, each in options for url in each]
-    vllms = [AdaptedEngine(f"vllm-{number}", "vllm", *each) for number, each in enumerate(urls)]
-    return vllms + [
-        AdaptedEngine(f"sglang-{number}", "sglang", "mixed", url)
-        for number, url in enumerate(args.adapt_sglang)
-    ]
+    """vLLMs are vllm-0 and on, those that do both before prefill and decode; SGLangs likewise sglang-0 and on."""
+    found = []
+    for kind in ENGINE_TITLES:
+        urls = [(role, url) for role, option in _OPTIONS for url in getattr(args, f"adapt_{kind}{option}")]
+        found += [AdaptedEngine(f"{kind}-{number}", kind, *each) for number, each in enumerate(urls)]
+    return found
+
+
+def check_halves(args: argparse.Namespace) -> None:
+    """Raises OptionInvalid where one half of a request would have no engine for the other."""
+    pairs = []
+    for kind in ENGINE_TITLES:
+        prefill, decode = (getattr(args, f"adapt_{kind}_{role}") for role in ("prefill", "decode"))
+        names = f"--adapt-{kind}-prefill", f"--adapt-{kind}-decode"
+        if bool(prefill) != bool(decode):
+            raise OptionInvalid(f"{names[0]} and {names[1]}: some of both, or none of either")
+        if prefill and args.prefill:
+            raise OptionInvalid(
+                f"{names[0]}: its KV does not come to decode workers of --decode, nor theirs to an engine"
+            )
+        pairs += [names[0]] if prefill else []
+    if len(pairs) > 1:
+        raise OptionInvalid(f"{' and '.join(pairs)}: engines of one kind do not get the KV of another's")

@@ -55,8 +55,6 @@ async def run(args: argparse.Namespace) -> int:
 
     options_of(AdapterOptions, args)
     kind = ENGINE_APIS[args.kind]
-    if args.role not in kind.roles:
-        raise OptionInvalid(f"--role {args.role}: with {args.kind}, {' or '.join(kind.roles)}")
     layout, config = _layout(args), load_config(args.model)
     key = read_option_file("--engine-key-file", args.engine_key_file).strip() if args.engine_key_file else ""
     api = kind(args.url, key=key, reached_at=args.engine_reached_at)
@@ -118,11 +116,12 @@ async def _serve(
         facts = await api.facts(args.engine_model)
         await _same_model(args, api, facts, config)
         _fits(args, facts, layout)
+        events = args.events or facts.events or _default_events(args.url)
         mirror = EngineMirror(
             block_tokens=layout.block_tokens,
             cache_tokens=facts.cache_tokens,
             cache_blocks=facts.blocks_kept or facts.cache_blocks,
-            events=args.events or facts.events or _default_events(args.url),
+            events=events if facts.caches else "",
             replay=args.events_replay or facts.replay,
             topic=args.events_topic or facts.topic,
         )
@@ -134,8 +133,7 @@ async def _serve(
         profile = await probe.run(mirror)
         say(
             f"adapter {args.id}: {args.url} serves {facts.model}, {facts.cache_blocks} blocks of {facts.block_tokens} "
-            f"tokens; a token of a prompt takes {profile.prefill_per_token_ps / 1e6:.0f} µs there, a step "
-            f"{profile.step_ns(1, 0) / 1e6:.1f} ms"
+            f"tokens; there {_costs(facts, profile)}"
         )
         await _work(args, api, mirror, facts, layout, config, profile, stop)
     except EngineUnfit as problem:
@@ -159,12 +157,12 @@ async def _work(
 ) -> None:
     from halfmoon.workers.adapters.engine_link import EngineLink
     from halfmoon.workers.adapters.metrics import AdapterMetrics
-    from halfmoon.workers.adapters.worker import AdaptedModel, AdapterWorker
+    from halfmoon.workers.adapters.worker import AdapterWorker
     from halfmoon.workers.worker import WorkerConfig
 
     tracing = start_tracing(args, args.role, args.id)
     bus = await connect(args, args.id)
-    engine = EngineLink(api, mirror, config.vocab)
+    engine = EngineLink(api, api.words_of(facts), mirror, config.vocab)
     token_budget = args.engine_token_budget or facts.token_budget or TOKEN_BUDGET
     worker = AdapterWorker(
         bus,
@@ -179,7 +177,7 @@ async def _work(
             batch_max=args.engine_batch_max or facts.batch_max or BATCH_MAX,
             token_budget=token_budget if args.role == "mixed" else 0,
         ),
-        AdaptedModel(facts.model, frozenset(config.eos_token_ids)),
+        frozenset(config.eos_token_ids),
         args.role,
     )
     worker.tracing = tracing
@@ -223,6 +221,8 @@ async def _same_model(
 def _fits(args: argparse.Namespace, facts: EngineFacts, layout: Layout) -> None:
     from halfmoon.workers.adapters.engines.api import EngineUnfit
 
+    if facts.role and facts.role != args.role:
+        raise EngineUnfit(f"--role {args.role}: {args.url} was started for the role {facts.role}")
     if layout.block_tokens % facts.block_tokens:
         raise EngineUnfit(
             f"--block-tokens {layout.block_tokens}: no multiple of the engine's blocks of {facts.block_tokens} tokens"
@@ -231,6 +231,13 @@ def _fits(args: argparse.Namespace, facts: EngineFacts, layout: Layout) -> None:
         raise EngineUnfit(
             f"--url {args.url}: its cache of {facts.cache_tokens} tokens holds no block of {layout.block_tokens}"
         )
+
+
+def _costs(facts: EngineFacts, profile: CostProfile) -> str:
+    """As far as the engine could tell them."""
+    prompt = f"a token of a prompt takes {profile.prefill_per_token_ps / 1e6:.0f} µs"
+    step = f"a step takes {profile.step_ns(1, 0) / 1e6:.1f} ms"
+    return {"prefill": prompt, "decode": step}.get(facts.role or "", f"{prompt}, {step}")
 
 
 def _default_events(url: str) -> str:

@@ -200,6 +200,10 @@ class Engine:
         except aiohttp.ClientError:
             return False
 
+    def has_lender(self, body: dict[str, Any]) -> bool:
+        """It names an engine that has computed the prompt."""
+        return self.args.connector and (body.get("kv_transfer_params") or {}).get("do_remote_prefill", False)
+
     def tokens_of(self, body: dict[str, Any]) -> list[int]:
         """Of a prompt in token ids, of a text, or of a chat."""
         prompt = body.get("prompt", body.get("messages"))
@@ -209,9 +213,11 @@ class Engine:
         return self.tokenizer.encode(prompt if isinstance(prompt, str) else json.dumps(prompt))
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+        return await self.answer(request, await request.json())
+
+    async def answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         params = body.get("kv_transfer_params") or {}
-        if (refuses := self.refuses) and (not refuses.get("lent_only") or params.get("do_remote_prefill")):
+        if (refuses := self.refuses) and (not refuses.get("lent_only") or self.has_lender(body)):
             status, error = refuses["status"], refuses["error"]
             if not refuses.get("streamed"):
                 headers = refuses.get("headers")
@@ -228,15 +234,14 @@ class Engine:
             await response.prepare(request)
         self.running += 1
         try:
+            if not await self.meets(body, tokens):
+                return await self.failed(about, response if streams else None)
             async with self.computing:
                 about["cached"] = self.cached(tokens, salt)
                 about["read"] = self.read_of(tokens, salt, about["cached"])
-                if self.args.connector and params.get("do_remote_prefill"):
+                if self.has_lender(body):
                     if not await self.fetched(params, tokens):
-                        about["end"] = "not fetched"
-                        error = {"error": {"message": "KV load failure", "code": 500}}
-                        await response.write(b"data: " + json.dumps(error).encode() + b"\n\n")
-                        return response
+                        return await self.failed(about, response)
                     about["cached"] = len(tokens) - 1
                 await asyncio.sleep((len(tokens) - about["cached"]) * self.args.token_us / 1e6)
                 self.store(tokens, salt)
@@ -256,13 +261,11 @@ class Engine:
                 if not streams:
                     if reason is None:
                         continue
+                    if not await self.lends(body, tokens, drawn, about):
+                        return await self.failed(about, None)
                     about["end"] = reason
-                    answer = {"choices": [choice]}
-                    if params.get("do_remote_decode"):
-                        answer["kv_transfer_params"] = about["kept"] = self.keep(
-                            tokens, drawn, reason, params.get("halfmoon_order")
-                        )
-                    return web.json_response(answer)
+                    told = {"kv_transfer_params": about["kept"]} if "kept" in about else {}
+                    return web.json_response({"choices": [choice], **told})
                 await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
             self.store(tokens[:-1], salt)
             about["end"] = "length"
@@ -273,6 +276,26 @@ class Engine:
         finally:
             self.running -= 1
         return response
+
+    async def failed(self, about: dict[str, Any], response: web.StreamResponse | None) -> web.StreamResponse:
+        """KV does not come, or does not go. `response`: the stream that tells it; None: there is none."""
+        about["end"] = "not fetched"
+        error = {"error": {"message": "KV load failure", "code": 500}}
+        if response is None:
+            return web.json_response(error, status=500)
+        await response.write(b"data: " + json.dumps(error).encode() + b"\n\n")
+        return response
+
+    async def meets(self, body: dict[str, Any], tokens: list[int]) -> bool:
+        """Before the prompt is computed: whether the engine that has the other half of the request is there."""
+        return True
+
+    async def lends(self, body: dict[str, Any], tokens: list[int], drawn: int, about: dict[str, Any]) -> bool:
+        """A prompt was computed, as a whole answer: whether all is well with its KV."""
+        params = body.get("kv_transfer_params") or {}
+        if params.get("do_remote_decode"):
+            about["kept"] = self.keep(tokens, drawn, "length", params.get("halfmoon_order"))
+        return True
 
     def refusal(self, error: dict[str, Any]) -> dict[str, Any]:
         return {"error": error}

@@ -24,11 +24,13 @@ PROGRAMS = {"vllm": "tests.adapters.fake_engine", "sglang": "tests.adapters.fake
 
 
 class FakeEngine:
-    """A running engine that computes nothing. It keeps its ports: HTTP, KV events and who asks for past ones."""
+    """A running engine that computes nothing. It keeps its ports: HTTP, KV events, who asks for past ones, and
+    an SGLang's bootstrap server.
+    """
 
     def __init__(self, *flags: str, wire: str = "vllm") -> None:
         self.wire = wire
-        self._held = HeldPorts(count=3)
+        self._held = HeldPorts(count=4)
         self.port = self._held.first
         self.url = f"http://127.0.0.1:{self.port}"
         self._flags = flags

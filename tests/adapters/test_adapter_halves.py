@@ -20,10 +20,10 @@ from halfmoon.schemas.events import (
 from halfmoon.schemas.kv import KV_ORDER, KV_SOURCE, EngineKv, KvPromised, PrefillResult, TransferFailed
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.workers.adapters.actions import AskEngine, HangUp, TellDecode
-from halfmoon.workers.adapters.decode_half import EARLY_RESULTS_MAX, DecodeAdapterState
+from halfmoon.workers.adapters.decode_half import EARLY_MAX, DecodeAdapterState
 from halfmoon.workers.adapters.engine_blocks import salt_of
 from halfmoon.workers.adapters.engines.completion import kv_params_of
-from halfmoon.workers.adapters.engines.words import VllmWords
+from halfmoon.workers.adapters.engines.words import SglangWords, VllmWords
 from halfmoon.workers.adapters.events import AnswerBroke, EngineAsked, PromptOrdered
 from halfmoon.workers.adapters.prefill_half import PrefillAdapterState
 from halfmoon.workers.adapters.state import AdapterState
@@ -326,12 +326,13 @@ def promised(name: str = "o1", at_ns: int = 0, *, by: str = "vllm-0", tokens: in
     )
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, 1, 2])
 def test_an_engine_is_asked_for_what_is_promised_and_says_nothing_before_the_prompt_is_computed(
     first: int,
 ) -> None:
-    state, events = decode(), [taken(), promised(at_ns=1 * MS)]
-    (body,) = asked(hears(state, decode_ordered(), events[first], events[1 - first]))
+    state, events = decode(), [promised(at_ns=1 * MS), decode_ordered(), taken()]
+    events.insert(first, events.pop(0))
+    (body,) = asked(hears(state, *events))
     assert body["kv_transfer_params"] == NAMED | {KV_ORDER: "n1"}
     state.on(EngineAsked(at_ns=2 * MS, order_id="o1", cached_blocks=0))
     assert hears(state, promised(), heard(7, at_ns=28 * MS), heard(8, at_ns=29 * MS)) == []
@@ -378,17 +379,25 @@ def test_what_is_promised_by_another_or_of_other_tokens_is_not_asked_for() -> No
         state = decode()
         assert asked(hears(state, decode_ordered(), taken(), wrong)) == []
         assert len(asked(hears(state, prefilled()))) == 1
-    # One that has come after the result, or before the order; an answer that was begun elsewhere.
+    # One that has come after the result; an answer that its client has whole.
     assert asked(hears(decode(), decode_ordered(), taken(), prefilled(), promised())) == []
-    assert asked(hears(decode(), promised(), decode_ordered(), taken())) == []
-    begun = hears(decode(), decode_ordered(), taken(known=(7,)), promised(tokens=len(PROMPT) + 1))
-    assert asked(begun) == []
+    whole = hears(decode(), decode_ordered(), taken(known=(7, EOS)), promised(tokens=len(PROMPT) + 2))
+    assert asked(whole) == []
     # Nobody is asked twice where a gateway sends the request.
     state = decode()
     hears(state, decode_ordered(), taken(forwarded=True))
     assert asked(hears(state, promised())) == []
     (once,) = [one for one in hears(state, prefilled()) if isinstance(one, AskEngine)]
     assert once.gateway_of == "f"
+
+
+def test_an_answer_that_was_begun_elsewhere_goes_on_from_what_is_promised() -> None:
+    state = decode()
+    hears(state, decode_ordered(), taken(known=(7, 8)))
+    (body,) = asked(hears(state, promised(tokens=len(PROMPT) + 2)))
+    assert (body["prompt"], body["max_tokens"]) == ([*PROMPT, 7, 8], 2)
+    assert hears(state, heard(9)) == []
+    assert delivered(hears(state, prefilled(tokens=len(PROMPT) + 2))) == [(2, [9], "")]
 
 
 def test_an_answer_that_breaks_off_is_not_begun_again_here() -> None:
@@ -415,9 +424,9 @@ def test_an_order_that_is_cancelled_wants_nothing_more() -> None:
 
 def test_results_of_orders_that_never_come_are_not_kept_for_ever() -> None:
     state = decode()
-    for number in range(EARLY_RESULTS_MAX + 10):
+    for number in range(EARLY_MAX + 10):
         state.on(prefilled(f"o{number}"))
-    assert len(state.early) == EARLY_RESULTS_MAX
+    assert len(state.early) == EARLY_MAX
 
 
 def test_steps_are_timed_while_a_prompt_is_computed_elsewhere() -> None:
@@ -431,14 +440,122 @@ def test_steps_are_timed_while_a_prompt_is_computed_elsewhere() -> None:
     assert (beat.steps, beat.step_ns, beat.queued, beat.running) == (1, 12 * MS, 1, 1)
 
 
+# --- engines that are asked both at once --------------------------------------------------------------------
+
+
+def sglang_prefill() -> PrefillAdapterState:
+    words = SglangWords("e", halved=True, host="10.0.0.7", bootstrap_port=8998)
+    return PrefillAdapterState(facts("vllm-0"), CostProfile(), words=words)
+
+
+def sglang_decode() -> DecodeAdapterState:
+    return DecodeAdapterState(facts("vllm-2"), CostProfile(), words=SglangWords("e", halved=True))
+
+
+def place_of(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in body.items() if name.startswith("bootstrap_")}
+
+
+def met(by: PrefillAdapterState, name: str = "o1", *, known: tuple[int, ...] = ()) -> tuple[Any, KvHeard]:
+    """What a prefill engine is asked, and what the decode half hears of it."""
+    ask, tell = hears(by, prompt_ordered(name), taken(name, known=known))
+    return ask.body, KvHeard(at_ns=0, author_id="vllm-0", message=tell.message)
+
+
+def test_both_engines_are_asked_the_same_at_once_and_meet_in_a_room_of_their_own() -> None:
+    prompts, answers = sglang_prefill(), sglang_decode()
+    wants = Sampling(temperature=0.5, seed=3, min_tokens=2, logprobs=0, stop_token_ids=[7])
+    rooms = set()
+    for name in ("o1", "o2", "o3"):
+        asks, tells = hears(prompts, prompt_ordered(name), taken(name, sampling=wants, known=(50,)))
+        promise = KvHeard(at_ns=0, author_id="vllm-0", message=tells.message)
+        (body,) = asked(
+            hears(answers, decode_ordered(name), taken(name, sampling=wants, known=(50,)), promise)
+        )
+        # The first token is the prefill engine's, so it draws as the other one would.
+        assert asks.body == body | {"stream": False}
+        assert (body["max_tokens"], body["min_tokens"], body["stream"]) == (3, 1, True)
+        place = place_of(body)
+        rooms.add(place.pop("bootstrap_room"))
+        assert place == {"bootstrap_host": "10.0.0.7", "bootstrap_port": 8998}
+    assert len(rooms) == 3
+    assert all(0 < room < 1 << 63 for room in rooms)
+    # The same order of another log meets elsewhere.
+    other = sglang_prefill()
+    other.incarnation = "j"
+    assert place_of(met(other)[0])["bootstrap_room"] not in rooms
+
+
+def test_what_an_engine_answers_early_is_told_when_the_prompt_is_computed() -> None:
+    prompts, state = sglang_prefill(), sglang_decode()
+    _, promise = met(prompts)
+    hears(state, promise, decode_ordered(), taken(forwarded=True))
+    assert hears(state, heard(7)) == []
+    tell, report = hears(prompts, computed(7))
+    assert isinstance(report.event, PrefillFinished)
+    told = KvHeard(at_ns=0, author_id="vllm-0", message=tell.message)
+    assert delivered(hears(state, told)) == [(0, [7], "")]
+    # It is promised the next one as well.
+    met(prompts, "o2")
+
+
+@pytest.mark.parametrize(
+    "how", [broken(None), broken(400, retryable=False), broken(503), heard(reason="abort")]
+)
+@pytest.mark.parametrize("computed_first", [False, True])
+def test_no_such_engine_computes_a_prompt_for_itself(how: Any, computed_first: bool) -> None:
+    state = sglang_decode()
+    _, promise = met(sglang_prefill())
+    early = [prefilled(said="")] if computed_first else []
+    actions = hears(state, decode_ordered(), taken(), promise, *early, how)
+    if not computed_first and not isinstance(how, AnswerBroke):
+        assert actions == []
+        actions = hears(state, prefilled(said=""))
+    (failed,) = reports(actions)
+    assert isinstance(failed, DecodeFailed)
+    assert failed.retryable == (how.retryable if isinstance(how, AnswerBroke) else True)
+    assert asked(actions) == []
+
+
+def test_engines_of_two_kinds_do_not_get_each_others_kv() -> None:
+    _, promise = met(sglang_prefill())
+    (failed,) = reports(hears(decode(), decode_ordered(), taken(), promise))
+    assert (type(failed), failed.retryable) == (DecodeFailed, True)
+    assert "of another kind or other tokens" in failed.reason
+    for told in (prefilled(), promised(), prefilled(said=""), promised(tokens=1)):
+        (failed,) = reports(hears(sglang_decode(), decode_ordered(), taken(), told))
+        assert isinstance(failed, DecodeFailed)
+
+
+def test_of_an_answer_that_its_client_has_whole_no_engine_computes_the_prompt() -> None:
+    for prompts, answers in ((prefill(), decode()), (sglang_prefill(), sglang_decode())):
+        tell, report = hears(prompts, prompt_ordered(), taken(known=(7, EOS)))
+        # It teaches nothing of the time that a prompt takes.
+        assert (type(report.event), report.event.prompt_tokens) == (PrefillFinished, 0)
+        assert prompts.orders_open() == 0
+        told = KvHeard(at_ns=0, author_id="vllm-0", message=tell.message)
+        done = hears(answers, decode_ordered(), taken(known=(7, EOS)), told)
+        assert asked(done) == []
+        assert [type(event) for event in reports(done)] == [RequestFinished]
+
+
 @pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize(("make", "order"), [(prefill, prompt_ordered), (decode, decode_ordered)])
+@pytest.mark.parametrize(
+    ("make", "order"),
+    [
+        (prefill, prompt_ordered),
+        (decode, decode_ordered),
+        (sglang_prefill, prompt_ordered),
+        (sglang_decode, decode_ordered),
+    ],
+)
 def test_whatever_is_heard_each_half_has_one_end(make: Any, order: Any, seed: int) -> None:
     draw, state = random.Random(seed), make()
     names = [f"o{number}" for number in range(4)]
     ends: dict[str, int] = dict.fromkeys(names, 0)
     # Orders that an engine was asked for: it says nothing of others.
     engine: set[str] = set()
+    rooms = {name: met(sglang_prefill(), name)[1] for name in names}
     for step in range(300):
         name, at_ns = draw.choice(names), step * MS
         known = tuple(range(50, 50 + draw.randrange(3)))
@@ -452,6 +569,7 @@ def test_whatever_is_heard_each_half_has_one_end(make: Any, order: Any, seed: in
             prefilled(name, at_ns, tokens=len(PROMPT) + draw.randrange(3)),
             prefilled(name, at_ns, by="vllm-1"),
             promised(name, at_ns),
+            rooms[name],
             OrderCancelled(at_ns=at_ns, order_id=name),
         ]
         if name in engine:

@@ -48,12 +48,6 @@ def test_what_is_wrong_without_an_engine(
     assert refusal(capsys, *words).startswith(text)
 
 
-@pytest.mark.pure
-def test_an_sglang_does_no_half(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(capsys, "--url", "http://x", "--role", "decode", kind="sglang")
-    assert said == "--role decode: with sglang, mixed"
-
-
 def test_an_engine_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with HeldPorts() as port:
         url = f"http://127.0.0.1:{port}"
@@ -128,6 +122,7 @@ def test_events_that_are_another_engines(
             ("sglang", "--ranks", "2"),
             "--url URL: the engine runs with --dp-size; each rank needs a server of its own",
         ),
+        (("sglang", "--mode", "prefill"), "--role mixed: URL was started for the role prefill"),
         pytest.param(
             ("sglang", "--no-prefix-caching"),
             "--url URL: the engine runs with --disable-radix-cache",

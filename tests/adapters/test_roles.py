@@ -1,9 +1,12 @@
-"""A cluster over engines that do one half each: two prefill, two decode, and the KV between them is theirs."""
+"""A cluster over engines that do one half each: two prefill, two decode, and the KV between them is theirs. vLLMs are
+asked one after the other, or both at once where their connector takes names; SGLangs both at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +29,80 @@ from tests.chaos.live import replayed
 from tests.cluster.harness import PATIENT, Cluster, running
 from tests.eventually import eventually, within
 
-PREFILL, DECODE = ("vllm-0", "vllm-1"), ("vllm-2", "vllm-3")
-OTHER = {"vllm-0": "vllm-1", "vllm-1": "vllm-0", "vllm-2": "vllm-3", "vllm-3": "vllm-2"}
+VLLM_ONLY = pytest.mark.parametrize("engines", ["vllm"], indirect=True)
+#: Flags of the engines of each half.
+HALVES = {
+    "vllm": (("--connector",), ("--connector",)),
+    "sglang": (("--mode", "prefill"), ("--mode", "decode")),
+}
 
 
-@pytest.fixture(scope="module")
-def engines() -> Iterator[list[FakeEngine]]:
-    with fake_engines(4, "--token-us", "100", "--blocks", "4096", "--connector") as found:
-        yield found
+@pytest.fixture(scope="module", params=list(HALVES))
+def engines(request: pytest.FixtureRequest) -> Iterator[list[FakeEngine]]:
+    """Two that prefill, two that decode."""
+    wire: str = request.param
+    with contextlib.ExitStack() as entered:
+        yield [
+            engine
+            for flags in HALVES[wire]
+            for engine in entered.enter_context(
+                fake_engines(2, "--token-us", "100", "--blocks", "4096", *flags, wires=(wire,))
+            )
+        ]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, engines: list[FakeEngine]) -> Iterator[Cluster]:
-    flags = [word for engine in engines[:2] for word in ("--adapt-vllm-prefill", engine.url)]
-    flags += [word for engine in engines[2:] for word in ("--adapt-vllm-decode", engine.url)]
+    option = f"--adapt-{engines[0].wire}"
+    flags = [word for engine in engines[:2] for word in (f"{option}-prefill", engine.url)]
+    flags += [word for engine in engines[2:] for word in (f"{option}-decode", engine.url)]
     patient = (*PATIENT, "--worker-wait-s", "600")
     with running(tmp_path_factory.mktemp("fleet"), *flags, "--dtype", "float32", *patient) as one:
         yield one
 
 
-async def asking(fleet: FakeFleet, names: tuple[str, ...], prompt_tokens: int) -> str:
+class Halves(FakeFleet):
+    """The names of its engines, by what they do."""
+
+    @property
+    def prefill(self) -> list[str]:
+        return self.names[:2]
+
+    @property
+    def decode(self) -> list[str]:
+        return self.names[2:]
+
+    def other(self, at: str) -> str:
+        (name,) = {*(self.prefill if at in self.prefill else self.decode)} - {at}
+        return name
+
+    def asked_of(self, names: Sequence[str], prompt_tokens: int) -> list[dict[str, Any]]:
+        """What these were asked of prompts of so many tokens."""
+        asked = [one for name in names for one in self.engines[name].asked()]
+        return [one for one in asked if one["prompt"] == prompt_tokens]
+
+
+@pytest.fixture
+async def fleet(cluster: Cluster, engines: list[FakeEngine]) -> AsyncIterator[Halves]:
+    nc = await cluster.connect()
+    yield Halves(cluster, engines, nc)
+    await nc.close()
+
+
+def told_of(asked: dict[str, Any]) -> dict[str, Any]:
+    """Where the prompt's KV is, as the engine that answers was told."""
+    body = asked["body"]
+    return body.get("kv_transfer_params") or {
+        name: each for name, each in body.items() if "bootstrap" in name
+    }
+
+
+def lent(asked: dict[str, Any]) -> dict[str, Any]:
+    """The same, by the engine that has computed it."""
+    return asked.get("kept") or told_of(asked)
+
+
+async def asking(fleet: Halves, names: Sequence[str], prompt_tokens: int) -> str:
     """The one of these engines that is busy with a prompt of so many tokens."""
 
     def found() -> str:
@@ -58,7 +115,7 @@ async def asking(fleet: FakeFleet, names: tuple[str, ...], prompt_tokens: int) -
     return await eventually(found, "an engine is asked", every_s=0.05)
 
 
-async def cancel(fleet: FakeFleet, answering: asyncio.Future[Any]) -> None:
+async def cancel(fleet: Halves, answering: asyncio.Future[Any]) -> None:
     placed = [
         one.decision for one in await fleet.cluster.decisions() if isinstance(one.decision, StartPrefill)
     ]
@@ -67,22 +124,22 @@ async def cancel(fleet: FakeFleet, answering: asyncio.Future[Any]) -> None:
     await within(asyncio.gather(answering, return_exceptions=True), "its client is told")
 
 
-async def test_one_engine_computes_the_prompt_and_another_one_answers(fleet: FakeFleet) -> None:
+async def test_one_engine_computes_the_prompt_and_another_one_answers(fleet: Halves) -> None:
     ids = prompt(0)
     said = await fleet.ask(ids, 8)
     assert said["token_ids"] == answer(ids, 8)
-    assert (said["prefill_worker"] in PREFILL, said["decode_worker"] in DECODE) == (True, True)
+    assert (said["prefill_worker"] in fleet.prefill, said["decode_worker"] in fleet.decode) == (True, True)
     computed = fleet.engines[said["prefill_worker"]].asked()[-1]
     assert (computed["prompt"], computed["drawn"]) == (PROMPT_TOKENS, 1)
     answered = fleet.engines[said["decode_worker"]].asked()[-1]
     assert (answered["prompt"], answered["drawn"]) == (PROMPT_TOKENS, 8)
     # The one tells the other where the KV is, and that computes the last token of the prompt alone.
-    assert answered["body"]["kv_transfer_params"] == computed["kept"]
+    assert told_of(answered) == lent(computed) != {}
     assert answered["cached"] == PROMPT_TOKENS - 1
     assert answered["salt"] == computed["salt"]
 
 
-async def test_prompts_go_where_their_blocks_are(fleet: FakeFleet) -> None:
+async def test_prompts_go_where_their_blocks_are(fleet: Halves) -> None:
     for number in range(1, 4):
         ids, after = prompt(number), await fleet.last_seq()
         cold = await fleet.ask(ids)
@@ -93,7 +150,8 @@ async def test_prompts_go_where_their_blocks_are(fleet: FakeFleet) -> None:
         assert fleet.engines[cold["prefill_worker"]].asked()[-1]["cached"] == 2_560
 
 
-async def test_connectors_that_name_no_place_and_those_that_take_names(fleet: FakeFleet) -> None:
+@VLLM_ONLY
+async def test_connectors_that_name_no_place_and_those_that_take_names(fleet: Halves) -> None:
     fleet.fault("connector", on=False)
     said = await fleet.ask(prompt(5))
     assert said["token_ids"] == answer(prompt(5), 4)
@@ -101,110 +159,116 @@ async def test_connectors_that_name_no_place_and_those_that_take_names(fleet: Fa
 
     # The first prompt shows what kind it is. Then the decode engine has a prompt while the other one computes it.
     fleet.fault("connector", on=True, names=True)
-    with fleet.refusing(503, PREFILL[1]):
+    with fleet.refusing(503, fleet.prefill[1]):
         assert (await fleet.ask(prompt(60)))["token_ids"] == answer(prompt(60), 4)
-        fleet.engines[PREFILL[0]].fault("hold", after=0)
+        fleet.engines[fleet.prefill[0]].fault("hold", after=0)
         ids, after = prompt(61, 2_600), await fleet.last_seq()
         answering = asyncio.ensure_future(fleet.ask(ids, 8))
-        at = await asking(fleet, DECODE, len(ids))
-        assert fleet.engines[PREFILL[0]].asked()[-1]["end"] == ""
+        at = await asking(fleet, fleet.decode, len(ids))
+        assert fleet.engines[fleet.prefill[0]].asked()[-1]["end"] == ""
         assert await fleet.told(after, DecodeStarted, at) == []
-        fleet.engines[PREFILL[0]].fault("let go")
+        fleet.engines[fleet.prefill[0]].fault("let go")
         said = await within(answering, "it is answered")
     assert (said["token_ids"], said["decode_worker"]) == (answer(ids, 8), at)
-    computed, answered = fleet.engines[PREFILL[0]].asked()[-1], fleet.engines[at].asked()[-1]
+    computed, answered = fleet.engines[fleet.prefill[0]].asked()[-1], fleet.engines[at].asked()[-1]
     assert answered["body"]["kv_transfer_params"] == computed["kept"]
     assert computed["body"]["kv_transfer_params"]["halfmoon_order"] == computed["kept"]["halfmoon_order"]
     assert (answered["cached"], answered["drawn"]) == (len(ids) - 1, 8)
 
     # One that takes names no more: what was promised of the next prompt is not there, and is asked for as usual.
     fleet.fault("connector", on=True)
-    with fleet.refusing(503, PREFILL[1]):
+    with fleet.refusing(503, fleet.prefill[1]):
         said = await fleet.ask(prompt(62))
     assert said["token_ids"] == answer(prompt(62), 4)
     early, again = fleet.engines[said["decode_worker"]].asked()[-2:]
     assert (early["end"], again["cached"]) == ("not fetched", PROMPT_TOKENS - 1)
 
 
+@VLLM_ONLY
 @pytest.mark.parametrize("status", [400, 500])
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_decode_engine_that_refuses_the_place_computes_the_prompt(
-    fleet: FakeFleet, status: int, streamed: bool
+    fleet: Halves, status: int, streamed: bool
 ) -> None:
     after, ids = await fleet.last_seq(), prompt(status + streamed)
-    with fleet.refusing(status, *DECODE, lent_only=True, streamed=streamed):
+    with fleet.refusing(status, *fleet.decode, lent_only=True, streamed=streamed):
         said = await fleet.ask(ids)
     assert said["token_ids"] == answer(ids, 4)
     assert "kv_transfer_params" not in fleet.engines[said["decode_worker"]].asked()[-1]["body"]
     assert await fleet.told(after, DecodeFailed, said["decode_worker"]) == []
 
 
-async def test_a_decode_engine_that_takes_nothing_now_leaves_it_to_another(fleet: FakeFleet) -> None:
-    for number, (busy, free) in enumerate([DECODE, DECODE[::-1]]):
+async def test_a_decode_engine_that_takes_nothing_now_leaves_it_to_another(fleet: Halves) -> None:
+    for number, (busy, free) in enumerate([fleet.decode, fleet.decode[::-1]]):
         with fleet.refusing(503, busy):
             said = await fleet.ask(prompt(6 + number))
         assert (said["decode_worker"], said["token_ids"]) == (free, answer(prompt(6 + number), 4))
 
 
-async def test_kv_that_is_gone_before_the_other_engine_has_it_is_computed(fleet: FakeFleet) -> None:
-    fleet.fault("lose lent", on=True)
-    said = await fleet.ask(prompt(9))
-    fleet.fault("lose lent", on=False)
-    assert said["token_ids"] == answer(prompt(9), 4)
-    assert "the engine cannot have a prompt's KV" in fleet.cluster.output(said["decode_worker"])
-    told, again = fleet.engines[said["decode_worker"]].asked()[-2:]
-    assert (told["end"], told["drawn"], again["drawn"]) == ("not fetched", 0, 4)
+async def test_kv_that_is_gone_before_the_other_engine_has_it_is_computed(fleet: Halves) -> None:
+    """By the decode engine; of engines that are asked both at once, by another pair."""
+    asked: list[dict[str, Any]] = []
+    for number, lossy in enumerate(fleet.prefill):
+        ids = prompt(9, 2_581 + number)
+        fleet.engines[lossy].fault("lose lent", on=True)
+        said = await fleet.ask(ids)
+        fleet.engines[lossy].fault("lose lent", on=False)
+        assert said["token_ids"] == answer(ids, 4)
+        asked += fleet.asked_of(fleet.decode, len(ids))
+        if fleet.engines[lossy].wire == "vllm" and said["prefill_worker"] == lossy:
+            assert "the engine cannot have a prompt's KV" in fleet.cluster.output(said["decode_worker"])
+        if fleet.engines[lossy].wire == "sglang":
+            assert said["prefill_worker"] != lossy
+    ends = [(one["end"], one["drawn"]) for one in asked]
+    assert ends.count(("length", 4)) == 2
+    assert {*ends} == {("length", 4), ("not fetched", 0)}
 
 
-async def test_a_prefill_engine_that_dies_in_its_half(fleet: FakeFleet) -> None:
+async def test_a_prefill_engine_that_dies_in_its_half(fleet: Halves) -> None:
     ids, after = prompt(10, 2_590), await fleet.last_seq()
     fleet.fault("hold", after=0)
     answering = asyncio.ensure_future(fleet.ask(ids))
-    at = await asking(fleet, PREFILL, len(ids))
+    at = await asking(fleet, fleet.prefill, len(ids))
     fleet.engines[at].kill()
     for other in fleet.engines:
         if other != at:
             fleet.engines[other].fault("let go")
     said = await within(answering, "another one computes it")
-    assert (said["token_ids"], said["prefill_worker"]) == (answer(ids, 4), OTHER[at])
+    assert (said["token_ids"], said["prefill_worker"]) == (answer(ids, 4), fleet.other(at))
     fleet.engines[at].start()
     await fleet.joined(after, at)
 
 
-async def test_a_decode_engine_that_dies_in_mid_answer_costs_no_token(fleet: FakeFleet) -> None:
+async def test_a_decode_engine_that_dies_in_mid_answer_costs_no_token(fleet: Halves) -> None:
     ids, after = prompt(11, 2_591), await fleet.last_seq()
     fleet.fault("hold", after=5)
     answering = asyncio.ensure_future(fleet.ask(ids, 300))
     at = await fleet.drawing(after)
-    assert at in DECODE
-    other = fleet.engines[OTHER[at]]
+    assert at in fleet.decode
+    other = fleet.engines[fleet.other(at)]
     other.fault("let go")
     fleet.engines[at].kill()
     said = await within(answering, "the answer goes on elsewhere")
-    assert (said["token_ids"], said["decode_worker"]) == (answer(ids, 300), OTHER[at])
+    assert (said["token_ids"], said["decode_worker"]) == (answer(ids, 300), fleet.other(at))
     # What its client had was part of the prompt in both halves.
     begun = other.asked()[-1]
-    (computed,) = [
-        one
-        for name in PREFILL
-        for one in fleet.engines[name].asked()
-        if one["prompt"] == begun["prompt"] > len(ids)
-    ]
-    assert begun["body"]["kv_transfer_params"] == computed["kept"]
-    for name in PREFILL:
+    assert begun["prompt"] > len(ids)
+    (computed,) = fleet.asked_of(fleet.prefill, begun["prompt"])
+    assert told_of(begun) == lent(computed) != {}
+    for name in fleet.prefill:
         fleet.engines[name].fault("let go")
     fleet.engines[at].start()
     await fleet.joined(after, at)
 
 
-async def test_a_decode_adapter_that_is_killed_costs_no_token(fleet: FakeFleet) -> None:
+async def test_a_decode_adapter_that_is_killed_costs_no_token(fleet: Halves) -> None:
     ids, after = prompt(12, 2_592), await fleet.last_seq()
-    for name in DECODE:
+    for name in fleet.decode:
         fleet.engines[name].fault("hold", after=5)
     answering = asyncio.ensure_future(fleet.ask(ids, 300))
     at = await fleet.drawing(after)
     fleet.cluster.kill(at)
-    fleet.engines[OTHER[at]].fault("let go")
+    fleet.engines[fleet.other(at)].fault("let go")
     said = await within(answering, "the answer goes on elsewhere")
     assert said["token_ids"] == answer(ids, 300)
     fleet.engines[at].fault("let go")
@@ -212,13 +276,16 @@ async def test_a_decode_adapter_that_is_killed_costs_no_token(fleet: FakeFleet) 
 
 
 @pytest.mark.parametrize(
-    ("names", "held", "lost", "asked"), [(PREFILL, 0, False, 0), (DECODE, 2, False, 1), (DECODE, 2, True, 2)]
+    ("half", "held", "lost"), [("prefill", 0, False), ("decode", 2, False), ("decode", 3, True)]
 )
 async def test_a_cancelled_request_ends_at_the_engine_that_has_it(
-    fleet: FakeFleet, names: tuple[str, ...], held: int, lost: bool, asked: int
+    fleet: Halves, half: str, held: int, lost: bool
 ) -> None:
-    """`lost`: the decode engine did not get the KV, and has been asked once more."""
-    ids, after = prompt(13, 2_593 + asked), await fleet.last_seq()
+    """`lost`: the decode engine did not get the KV, and where it can compute the prompt has been asked once more."""
+    both_at_once = fleet.engines[fleet.decode[0]].wire == "sglang"
+    lost = lost and not both_at_once
+    names = fleet.prefill if half == "prefill" else fleet.decode
+    ids, after = prompt(13, 2_610 + held), await fleet.last_seq()
     fleet.fault("lose lent", on=lost)
     for name in names:
         fleet.engines[name].fault("hold", after=held)
@@ -229,18 +296,19 @@ async def test_a_cancelled_request_ends_at_the_engine_that_has_it(
     assert engine.asked()[-1]["prompt"] == len(ids)
     fleet.fault("let go")
     fleet.fault("lose lent", on=False)
-    # The half that had not begun never does.
+    # The half that had not begun never does, and one that waits for the other does not go on.
     assert (await fleet.ask(prompt(14)))["token_ids"] == answer(prompt(14), 4)
-    decoding = [one for name in DECODE for one in fleet.engines[name].asked()]
-    assert sum(one["prompt"] == len(ids) for one in decoding) == asked
+    decoding = fleet.asked_of(fleet.decode, len(ids))
+    had = ["not fetched"] * lost + ["aborted"] * (both_at_once or half == "decode")
+    assert [one["end"] for one in decoding] == had
 
 
-async def test_the_log_replays_and_no_kv_is_planned_to_move(fleet: FakeFleet, tmp_path: Path) -> None:
+async def test_the_log_replays_and_no_kv_is_planned_to_move(fleet: Halves, tmp_path: Path) -> None:
     """Last of the module: the log has all of the above."""
     said = await fleet.ask(prompt(50))
     replayed(fleet.cluster, tmp_path)
     text = explained(tmp_path / "run.jsonl.zst", said["id"])
-    assert [name for name in (*PREFILL, *DECODE) if name not in text] == [], text
+    assert [name for name in fleet.names if name not in text] == [], text
     orders = [one.decision for one in await fleet.cluster.decisions()]
     halves = [order for order in orders if isinstance(order, StartPrefill)]
     assert halves

@@ -83,6 +83,55 @@ async def test_an_answer_that_makes_no_sense_is_refused(info: Any, text: str) ->
         await engine.facts("")
 
 
+@pytest.mark.parametrize(
+    ("info", "text"),
+    [
+        ({"disaggregation_mode": "encode"}, "the engine runs with --disaggregation-mode encode"),
+        ({"disaggregation_mode": "prefill"}, "/server_info tells no disaggregation_bootstrap_port"),
+        (
+            {"disaggregation_mode": "prefill", "disable_radix_cache": True},
+            "the engine runs with --disable-radix-cache",
+        ),
+        ({"disable_radix_cache": True}, "the engine runs with --disable-radix-cache"),
+    ],
+)
+async def test_an_engine_that_cannot_serve_is_refused(info: dict[str, Any], text: str) -> None:
+    with pytest.raises(EngineUnfit, match=f"{text}$"):
+        await Said(**info).facts("")
+
+
+@pytest.mark.parametrize(
+    ("info", "role", "caches", "place"),
+    [
+        ({}, "mixed", True, {}),
+        ({"disaggregation_mode": "null", "disaggregation_bootstrap_port": 8998}, "mixed", True, {}),
+        (
+            {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998},
+            "prefill",
+            True,
+            {"bootstrap_host": "[::1]", "bootstrap_port": 8998},
+        ),
+        ({"disaggregation_mode": "decode", "disable_radix_cache": True}, "decode", False, {}),
+        # An experimental option: its blocks are nothing that prompts are placed by.
+        ({"disaggregation_mode": "decode", "kv_events": {"endpoint_port_base": 5557}}, "decode", False, {}),
+    ],
+)
+async def test_its_word_on_its_role(
+    info: dict[str, Any], role: str, caches: bool, place: dict[str, Any]
+) -> None:
+    engine = Said(**info)
+    await engine.open()
+    facts = await engine.facts("")
+    assert (facts.role, facts.caches, facts.events) == (role, caches, "")
+    words = engine.words_of(facts)
+    assert words.place == place
+    # A probe has no engine for the other half.
+    alone = words.alone("a")
+    assert alone.get("bootstrap_host", "") == ("" if role == "mixed" else "2.2.2.2")
+    assert words.alone("b") != alone or role == "mixed"
+    await engine.close()
+
+
 def published(**fields: Any) -> dict[str, Any]:
     return {"kv_events": {"endpoint_host": "*", "endpoint_port_base": 5557, "block_size": 16, **fields}}
 

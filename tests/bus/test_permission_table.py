@@ -179,6 +179,8 @@ def credentials(
         adapt_vllm_prefill=["b"],
         adapt_vllm_decode=["c"],
         adapt_sglang=["d"],
+        adapt_sglang_prefill=[],
+        adapt_sglang_decode=[],
     )
     server = EmbeddedServer.start(place / "nats", extra_config=make_credentials(many, place))
     yield lambda name: BusConfig(url=server.url, nkey_seed_file=str(credentials_of(place) / f"{name}.nk"))

@@ -206,6 +206,58 @@ def test_it_understands_our_requests_field_by_field(sampling: Sampling) -> None:
 
 
 @pytest.mark.pure
+def test_it_understands_both_halves_of_a_request() -> None:
+    from sglang.srt.entrypoints.openai.protocol import CompletionRequest, PDRoutingFields
+    from sglang.srt.utils.network import NetworkAddress
+
+    prefill = SglangWords("m", halved=True, host="[fd00::7]", bootstrap_port=8998)
+    place = prefill.kv_params(prefill.place, "o1-i")
+    bodies = [
+        prefill.prefill_body(salt_of(ROOT), TOKENS, [7], 4, SAMPLINGS[1], "o1-i"),
+        prefill.body(salt_of(ROOT), TOKENS, [7], 4, SAMPLINGS[1]) | (prefill.decode_fields(place) or {}),
+    ]
+    requests = [CompletionRequest.model_validate(body) for body in bodies]
+    for body, request in zip(bodies, requests, strict=True):
+        assert set(body) <= set(CompletionRequest.model_fields)
+        assert {name: getattr(request, name) for name in body} == body
+    routed, again = (PDRoutingFields.pd_routing_kwargs(request) for request in requests)
+    assert routed == again == dict.fromkeys(PDRoutingFields.model_fields) | place
+    assert requests[0].model_copy(update={"stream": True}) == requests[1]
+    # Where the decode engine looks for the prefill engine's bootstrap server.
+    there = NetworkAddress(requests[1].bootstrap_host, requests[1].bootstrap_port)
+    assert there.to_host_port_str() == "[fd00::7]:8998"
+    # Its buffers of rooms hold 64 bits, of which 0 is none.
+    assert torch.tensor([place["bootstrap_room"]]).to(torch.uint64).item() == place["bootstrap_room"] > 0
+
+
+@pytest.mark.pure
+def test_its_two_halves_meet_as_we_expect() -> None:
+    shared, prefill, decode = (
+        text_of_wheel(f"disaggregation/{name}.py") for name in ("utils", "prefill", "decode")
+    )
+    # What a probe tells an engine that has no other one.
+    host = SglangWords("m", halved=True).alone("probe")["bootstrap_host"]
+    assert f'FAKE_BOOTSTRAP_HOST = "{host}"' in shared
+    assert "FAKE_BOOTSTRAP_HOST" in text_of_wheel("entrypoints/warmup.py")
+    # The modes that it tells of itself.
+    modes = set(
+        re.findall(r"^    [A-Z]+ = \"(\w+)\"", shared.partition("class DisaggregationMode")[2][:200], re.M)
+    )
+    assert modes == {"null", "prefill", "decode"}
+    options = text_of_wheel("arg_groups/field_order.py")
+    assert '"disaggregation_mode"' in options
+    assert '"disaggregation_bootstrap_port"' in options
+    # A prefill engine draws one token whatever the request's length is, and answers when its KV is away.
+    assert "req.sampling_params.max_new_tokens = 1" in prefill
+    assert re.search(r"poll == KVPoll.Success.*?FINISH_LENGTH\(length=0\)", prefill, re.S)
+    assert "_bootstrap_addr(req)" in decode
+    # One that decodes keeps no prompts, and computes none: without a room it refuses.
+    hook = text_of_wheel("arg_groups/pd_disaggregation_hook.py")
+    assert re.search(r"disable_radix_cache=True", hook)
+    assert 'without "\n                        f"bootstrap room id' in text_of_wheel("managers/scheduler.py")
+
+
+@pytest.mark.pure
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_we_understand_its_answers(logprobs: bool) -> None:
     from sglang.srt.entrypoints.openai.protocol import (

@@ -58,6 +58,7 @@ MACHINES = {
 #: Beside our own schemas and the machines themselves.
 PURE = (
     "__future__",
+    "abc",
     "bisect",
     "collections",
     "collections.abc",
@@ -66,6 +67,7 @@ PURE = (
     "itertools",
     "msgspec",
     "typing",
+    "xxhash",
 )
 #: Held to the same rules.
 SHARED = (

@@ -12,6 +12,9 @@ computed. Pure.
 
 Where the KV is, as the prefill engine says, goes to this one word for word. Nothing is reported, and no token goes to
 the client, before the prompt is computed: the core sees a prefill and then a decode, whenever the engine was asked.
+
+Of engines that must be asked both at once (SGLang's) each prompt is promised, and an order that breaks off fails: no
+such engine computes a prompt for itself, and the other one waits for it.
 """
 
 from __future__ import annotations
@@ -23,15 +26,21 @@ from typing import Any
 import msgspec
 
 from halfmoon.schemas.events import DecodeFailed, PrefillFailed, WorkerHeartbeat
-from halfmoon.schemas.kv import EngineKv, KvPromised, PrefillResult
+from halfmoon.schemas.kv import EngineKv, KvMessage, KvPromised, PrefillResult
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.adapters.engines.completion import FOR_NOW, kv_params_of
 from halfmoon.workers.adapters.events import AnswerBroke, TokensHeard
 from halfmoon.workers.adapters.state import AdaptedRequest, AdapterState, HalfEvent
 from halfmoon.workers.decode.events import DecodeOrdered, KvHeard
 
-#: Results may overtake their StartDecode (another stream): those of this many orders are kept.
-EARLY_RESULTS_MAX = 256
+#: What a prefill worker tells may overtake the StartDecode (another stream): so much of it is kept.
+EARLY_MAX = 256
+_NOWHERE = (
+    "the prefill engine's word on the prompt's KV makes no sense to this one, of another kind or other tokens"
+)
+
+
+_Told = PrefillResult | KvPromised
 
 
 @dataclass(slots=True)
@@ -48,8 +57,8 @@ class DecodeAdapterState(AdapterState):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        #: By order and author.
-        self.early: OrderedDict[tuple[str, str], PrefillResult] = OrderedDict()
+        #: By order, author and type.
+        self.early: OrderedDict[tuple[str, str, type[KvMessage]], _Told] = OrderedDict()
         #: Orders whose engine has refused what it was told of their KV, and computes their prompts.
         self.recomputed: set[str] = set()
         #: By order, until its result is there.
@@ -59,35 +68,30 @@ class DecodeAdapterState(AdapterState):
         if isinstance(event, DecodeOrdered):
             self.begin(event.order)
             author_id = event.order.prefill_worker_id
-            early = self.early.pop((event.order.order_id, author_id), None)
-            if early is not None:
-                self._hear(author_id, early)
-        elif isinstance(event, KvHeard) and isinstance(event.message, PrefillResult):
+            for kind in (KvPromised, PrefillResult):
+                early = self.early.pop((event.order.order_id, author_id, kind), None)
+                if early is not None:
+                    self._hear(author_id, early)
+        elif isinstance(event, KvHeard) and isinstance(event.message, PrefillResult | KvPromised):
             self._hear(event.author_id, event.message)
-        elif isinstance(event, KvHeard) and isinstance(event.message, KvPromised):
-            self._hear_promise(event.author_id, event.message)
 
-    def _hear_promise(self, author_id: str, promised: KvPromised) -> None:
-        """One that comes before its order is passed over: the result will do."""
-        request = self.requests.get(promised.order_id)
-        if request is None or request.sequence.result is not None:
-            return
-        if author_id == request.order.prefill_worker_id:
-            self.promises.setdefault(promised.order_id, _Promise(promised.engine_kv))
-            self.advance(request)
-
-    def _hear(self, author_id: str, result: PrefillResult) -> None:
-        request = self.requests.get(result.order_id)
+    def _hear(self, author_id: str, told: _Told) -> None:
+        order_id = told.order_id
+        request = self.requests.get(order_id)
         if request is None:
-            if result.order_id not in self.finished:
-                self.early[result.order_id, author_id] = result
-                while len(self.early) > EARLY_RESULTS_MAX:
+            if order_id not in self.finished:
+                self.early[order_id, author_id, type(told)] = told
+                while len(self.early) > EARLY_MAX:
                     self.early.popitem(last=False)
             return
         # Every prefill worker may write to this one, and knows its orders.
-        if author_id == request.order.prefill_worker_id and request.sequence.result is None:
-            request.sequence.result, request.sequence.result_ns = result, self.now_ns
-            self.advance(request)
+        if author_id != request.order.prefill_worker_id or request.sequence.result is not None:
+            return
+        if isinstance(told, PrefillResult):
+            request.sequence.result, request.sequence.result_ns = told, self.now_ns
+        else:
+            self.promises.setdefault(order_id, _Promise(told.engine_kv))
+        self.advance(request)
 
     def advance(self, request: AdaptedRequest) -> None:
         sequence = request.sequence
@@ -108,15 +112,17 @@ class DecodeAdapterState(AdapterState):
                     self.heard(request, event)
 
     def _ask_early(self, request: AdaptedRequest) -> None:
-        promise = self.promises.get(request.order.order_id)
-        if promise is None or promise.asked or not self._kv_params(request):
+        sequence = request.sequence
+        promise = self.promises.get(sequence.order_id)
+        # What its client has of an answer that was begun elsewhere may be all of it.
+        if promise is None or promise.asked or sequence.replay_is_all or self._kv_fields(request) == {}:
             return
-        # An answer that was begun elsewhere may be over already, which shows when it is replayed. A gateway sends a
-        # request once, whatever becomes of the KV.
-        if not request.sequence.replay and not request.forwarded:
-            promise.asked = True
-            self.prompts_overlapped += 1
-            self.ask(request)
+        # A gateway sends a request once, whatever becomes of the KV.
+        if request.forwarded and not self.words.both_at_once:
+            return
+        promise.asked = True
+        self.prompts_overlapped += 1
+        self.ask(request)
 
     def heard(self, request: AdaptedRequest, event: TokensHeard) -> None:
         if request.sequence.result is None:
@@ -125,17 +131,22 @@ class DecodeAdapterState(AdapterState):
             super().heard(request, event)
 
     def body(self, request: AdaptedRequest) -> dict[str, Any]:
-        body, params = super().body(request), self._kv_params(request)
-        return body | {"kv_transfer_params": params} if params else body
+        return super().body(request) | (self._kv_fields(request) or {})
 
-    def _kv_params(self, request: AdaptedRequest) -> dict[str, Any]:
-        """The place of the prompt's KV; {}: the engine finds it by itself, or computes it."""
+    def ask(self, request: AdaptedRequest, computes_again: str = "") -> None:
+        if self._kv_fields(request) is None:
+            self.fail(request, _NOWHERE, retryable=True)
+        else:
+            super().ask(request, computes_again)
+
+    def _kv_fields(self, request: AdaptedRequest) -> dict[str, Any] | None:
+        """Where the engine gets the prompt's KV; {}: it finds or computes it; None: it can do neither."""
         sequence = request.sequence
         kept = (sequence.result or self.promises[sequence.order_id]).engine_kv
         # KV of fewer or more tokens than are sent would be taken for theirs.
-        if kept is None or kept.tokens != len(sequence.prompt) + len(sequence.replay):
-            return {}
-        return {} if sequence.order_id in self.recomputed else kv_params_of(kept.params)
+        fits = kept is not None and kept.tokens == len(sequence.prompt) + len(sequence.replay)
+        told = fits and sequence.order_id not in self.recomputed
+        return self.words.decode_fields(kv_params_of(kept.params) if kept is not None and told else {})
 
     def first(self, request: AdaptedRequest, token: SampledToken) -> None:
         sequence = request.sequence
@@ -149,12 +160,15 @@ class DecodeAdapterState(AdapterState):
     def broke(self, request: AdaptedRequest, event: AnswerBroke) -> None:
         """An engine that cannot have the KV computes the prompt itself: asked once more, it is not told of any."""
         order_id = request.order.order_id
+        if self.words.both_at_once:
+            super().broke(request, event)
+            return
         if request.sequence.result is None:
             request.asked_ns = None
             self.promises[order_id] = _Promise(EngineKv())  # no other one of this order counts
             return
         for_now = event.refusal is not None and event.refusal.status in FOR_NOW
-        if request.drawing or for_now or request.forwarded or not self._kv_params(request):
+        if request.drawing or for_now or request.forwarded or not self._kv_fields(request):
             super().broke(request, event)
         else:
             self.recomputed.add(order_id)

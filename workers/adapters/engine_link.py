@@ -16,6 +16,7 @@ from halfmoon.schemas.weights import PrefixCacheReset
 from halfmoon.workers.adapters.actions import AskEngine
 from halfmoon.workers.adapters.engines.api import EngineApi, EngineAway, EngineUnfit
 from halfmoon.workers.adapters.engines.completion import EngineRefused
+from halfmoon.workers.adapters.engines.words import EngineWords
 from halfmoon.workers.adapters.events import AnswerBroke, EngineAsked, EngineLooked, Event, TokensHeard
 from halfmoon.workers.adapters.mirror import EngineMirror
 from halfmoon.workers.adapters.relayed import RelayedAnswers
@@ -26,13 +27,15 @@ AWAY_MAX = 2
 
 
 class EngineLink:
-    """`vocabulary`: token ids of the engine's model. `hear` and `relayed` must be set before anything is asked."""
+    """`words`: the kind of request that the engine takes. `vocabulary`: token ids of the engine's model. `hear` and
+    `relayed` must be set before anything is asked.
+    """
 
     hear: Callable[[Event], None]
     relayed: RelayedAnswers
 
-    def __init__(self, api: EngineApi, mirror: EngineMirror, vocabulary: int) -> None:
-        self.api, self.mirror = api, mirror
+    def __init__(self, api: EngineApi, words: EngineWords, mirror: EngineMirror, vocabulary: int) -> None:
+        self.api, self.words, self.mirror = api, words, mirror
         self.vocabulary = vocabulary
         #: Gets why the engine cannot be used any more.
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()

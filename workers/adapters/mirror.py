@@ -17,7 +17,9 @@ _MARGIN = 2
 
 
 class EngineMirror:
-    """`start`, then `stop`. Implements `KvEventListener`, and the announcer's `Inventory`."""
+    """`start`, then `stop`. `events` "": the engine keeps no prompts. Implements `KvEventListener`, and the announcer's
+    `Inventory`.
+    """
 
     def __init__(
         self, *, block_tokens: int, cache_tokens: int, cache_blocks: int, events: str, replay: str, topic: str
@@ -30,9 +32,12 @@ class EngineMirror:
         self.unfit: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._slots = cache_tokens // block_tokens
         self._reading: list[asyncio.Task[None]] = []
+        self._caches = bool(events)
 
     def start(self) -> None:
         """Raises ValueError: an address makes no sense."""
+        if not self._caches:
+            return
         self.reader.open()
         self._reading = [asyncio.create_task(self._read())]
 

@@ -24,8 +24,8 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
     role: Annotated[
         Literal["prefill", "decode", "mixed"],
         option(
-            "mixed: it computes prompts and answers; of a vLLM also prefill: prompts, whose KV an engine of role "
-            "decode gets by itself (kv_transfer_params)"
+            "mixed: it computes prompts and answers; prefill: prompts, whose KV an engine of role decode gets by "
+            "itself (vLLM's kv_transfer_params, SGLang's --disaggregation-mode)"
         ),
     ] = "mixed"
     events: Annotated[
@@ -39,7 +39,12 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
     engine_model: Annotated[str, option("the model's name there; default: its first", "NAME")] = ""
     engine_key_file: Annotated[str, option("its --api-key", "FILE")] = ""
     engine_reached_at: Annotated[
-        str, option("where gateways (--ext-proc-port) reach it; default: where --url says", "HOST:PORT")
+        str,
+        option(
+            "where gateways (--ext-proc-port) and, of a prefill SGLang, decode engines reach it; default: where "
+            "--url says",
+            "HOST:PORT",
+        ),
     ] = ""
     engine_batch_max: Annotated[
         int, option(f"its --max-num-seqs; 0: as the engine says, or {BATCH_MAX}", ge=0)

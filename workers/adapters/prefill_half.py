@@ -5,19 +5,22 @@ engine. Pure.
 
     order ─▶ its tokens ─▶ asked for one token ─▶ PrefillResult to the decode adapter, PrefillFinished
                                     │     └─ broke off: PrefillFailed
-                                    └─ it is the engine's next one: KvPromised to the decode adapter
+                                    └─ its KV can be told of already: KvPromised to the decode adapter
 
-A promise needs a connector that takes names from us (`HalfmoonConnector`), as the engine's first answer shows. Then the
-decode engine is asked while the prompt is computed, and the KV of each layer comes as soon as it is there.
+A promise needs a name of ours for the prompt's KV. A vLLM takes names where its connector does (`HalfmoonConnector`),
+as its first answer shows. Then the decode engine is asked while the prompt is computed, and the KV of each layer comes
+as soon as it is there. SGLangs always do, and compute no prompt before the decode engine was asked.
 """
 
-# The token that the engine draws goes to nobody: the decode engine draws the first one again, from the KV of the whole
+# The token that a vLLM draws goes to nobody: the decode engine draws the first one again, from the KV of the whole
 # prompt but its last token, and all that follow. So the text, its log probabilities and its seed are one engine's. The
 # price is one decode step more before the first token. The other way is an answer in which two engines draw: where they
 # do not compute alike, or draw with a temperature, the second token would follow another first one than the client's.
+# SGLangs go that way, and hand the token over themselves: all that the client gets is the decode engine's word.
 #
-# Only the prompt that was asked for first is promised: engines compute prompts in that order. Those behind it may wait
-# for long, and a decode engine that was asked keeps room in its cache for all of the prompt.
+# Of a vLLM only the prompt that was asked for first is promised: engines compute prompts in that order. Those behind it
+# may wait for long, and a decode engine that was asked keeps room in its cache for all of the prompt. SGLangs are all
+# promised at once: which one is computed next is what the engines find out between them.
 
 from __future__ import annotations
 
@@ -27,11 +30,10 @@ import msgspec
 
 from halfmoon.schemas.decisions import StartDecode, StartPrefill
 from halfmoon.schemas.events import DecodeFailed, PrefillFailed
-from halfmoon.schemas.kv import KV_ORDER, EngineKv, KvPromised
+from halfmoon.schemas.kv import EngineKv, KvPromised
+from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.adapters.actions import Action, TellDecode
 from halfmoon.workers.adapters.engine_blocks import salt_of
-from halfmoon.workers.adapters.engines.completion import named_place
-from halfmoon.workers.adapters.engines.words import VllmWords
 from halfmoon.workers.adapters.events import Event, PromptOrdered, TokensHeard
 from halfmoon.workers.adapters.state import AdaptedRequest, AdapterState, HalfEvent
 from halfmoon.workers.machines import Report
@@ -41,14 +43,12 @@ class PrefillAdapterState(AdapterState):
     """See the module."""
 
     draws = False
-    #: An engine of another kind has no such requests.
-    words: VllmWords
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        #: Where the KV of the last prompt was, by the engine; {}: its connector takes no names.
-        self.place: dict[str, Any] = {}
-        #: Orders whose KV the engine was given a name for, in the order in which it was asked.
+        #: Where the engine keeps KV; {}: it takes no names for it, as far as is known.
+        self.place = self.words.place
+        #: Orders whose KV a vLLM was given a name for, in the order in which it was asked.
         self.named: list[str] = []
         self.promised = ""
 
@@ -61,7 +61,7 @@ class PrefillAdapterState(AdapterState):
 
     def _promise(self, request: AdaptedRequest) -> TellDecode:
         order = request.order
-        place = self.place | {KV_ORDER: self._kv_name(order.order_id)}
+        place = self.words.kv_params(self.place, self._kv_name(order.order_id))
         told = KvPromised(
             order_id=order.order_id,
             request_id=order.request_id,
@@ -78,12 +78,21 @@ class PrefillAdapterState(AdapterState):
             self.begin(_as_decode(event.order))
 
     def advance(self, request: AdaptedRequest) -> None:
-        self.ask(request)
+        sequence = request.sequence
+        if sequence.replay_is_all:
+            # There is nothing to draw, and nobody asks for KV.
+            self._computed(request, SampledToken(token_id=sequence.replay[-1]), "")
+        else:
+            self.ask(request)
 
     def ask(self, request: AdaptedRequest, computes_again: str = "") -> None:
         super().ask(request, computes_again)
         order_id = request.order.order_id
-        if self.place and order_id in self.requests:
+        if not self.place or order_id not in self.requests:
+            return
+        if self.words.both_at_once:
+            self.out.append(self._promise(request))
+        else:
             self.named.append(order_id)
 
     def body(self, request: AdaptedRequest) -> dict[str, Any]:
@@ -92,19 +101,22 @@ class PrefillAdapterState(AdapterState):
             salt_of(sequence.root_key),
             sequence.prompt,
             sequence.replay,
+            sequence.max_tokens,
             sequence.sampling,
             self._kv_name(sequence.order_id) if self.place else "",
         )
 
     def heard(self, request: AdaptedRequest, event: TokensHeard) -> None:
-        sequence = request.sequence
         if not event.tokens or event.finish_reason not in ("stop", "length"):
             reason = f"the engine ended it by {event.finish_reason!r} after {len(event.tokens)} tokens"
             self.fail(request, reason, retryable=True)
             return
-        self.place = named_place(event.kv_params)
-        kept = EngineKv(params=event.kv_params, tokens=_tokens(request))
-        told = self.prefilled(request, event.tokens[0], kept)
+        self.place = self.words.place_after(event.kv_params)
+        self._computed(request, event.tokens[0], event.kv_params)
+
+    def _computed(self, request: AdaptedRequest, drawn: SampledToken, kv_params: str) -> None:
+        sequence = request.sequence
+        told = self.prefilled(request, drawn, EngineKv(params=kv_params, tokens=_tokens(request)))
         assert sequence.result is not None, told
         self.out += [TellDecode(sequence.order.worker_id, sequence.result), Report(told)]
         self.forget(sequence.order_id)

@@ -1,7 +1,7 @@
 """A few requests to an engine before it joins: whether its KV events come, and the costs of its work.
 
 The conductor refits the costs by the times of orders; these are its first ones. Prompts are of their own, under salts
-that nobody else has.
+that nobody else has. An engine of SGLang's that does one half of a request tells the costs of that half alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Probe:
 
     def __init__(self, api: EngineApi, facts: EngineFacts, *, block_tokens: int, vocabulary: int) -> None:
         self._api, self._facts = api, facts
-        self._words = api.words(facts.model)
+        self._words = api.words_of(facts)
         self._block_tokens, self._vocabulary = block_tokens, vocabulary
         self._asked = 0
 
@@ -57,13 +57,14 @@ class Probe:
             await self._ask(short, uuid.uuid4().bytes)  # the first one warms it up
             root = uuid.uuid4().bytes
             one_long = await self._ask(long, root)
-            await self._events_of(mirror, self._prompt(long, self._asked), root)
+            if self._facts.caches:
+                await self._events_of(mirror, self._prompt(long, self._asked), root)
             tries = [await self._ask(short, uuid.uuid4().bytes) for _ in range(_TRIES)]
             one_short = _Took(min(one.first_ns for one in tries), min(one.step_ns for one in tries))
             several = await asyncio.gather(*(self._ask(short, uuid.uuid4().bytes) for _ in range(_ROWS)))
         except EngineRefused as problem:
             raise EngineUnfit(f"--url {self._api.url}: it refuses a prompt of ours: {problem}") from None
-        token_ns = max(1, one_long.first_ns - one_short.first_ns) // (long - short)
+        token_ns = max(1, (one_long.first_ns - one_short.first_ns) // (long - short))
         rows_ns = max(took.step_ns for took in several)
         row_ns = max(0, rows_ns - one_short.step_ns) // (_ROWS - 1)
         context_ns = max(0, one_long.step_ns - one_short.step_ns)
@@ -87,6 +88,7 @@ class Probe:
         sampling = Sampling(temperature=0.0, ignore_eos=True)
         prompt = self._prompt(tokens, self._asked)
         body: dict[str, Any] = self._words.body(salt_of(root), prompt, [], _DRAWN, sampling)
+        body |= self._words.alone(root.hex())
         began_ns, first_ns, last_ns, drawn = time.monotonic_ns(), 0, 0, 0
         async for heard in self._api.complete(body, self._vocabulary):
             if heard.tokens:

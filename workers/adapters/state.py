@@ -345,7 +345,8 @@ class AdapterState:
             transfer_ns=0,
             compute_ns=compute_ns,
             cached_local_tokens=cached,
-            prompt_tokens=len(sequence.prompt) + len(sequence.replay),
+            # A prompt that nobody had to compute tells nothing of the time that they take.
+            prompt_tokens=0 if sequence.replay_is_all else len(sequence.prompt) + len(sequence.replay),
         )
 
     def _started(self, request: AdaptedRequest) -> DecodeStarted:

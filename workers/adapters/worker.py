@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import subjects
@@ -57,13 +57,6 @@ PROMPTS_RECOMPUTED = (
 )
 
 
-class AdaptedModel(NamedTuple):
-    """The model that the engine serves: its name there, and its end tokens."""
-
-    name: str
-    eos_ids: frozenset[int]
-
-
 MACHINES: dict[WorkerRole, type[AdapterState]] = {
     "mixed": AdapterState,
     "prefill": PrefillAdapterState,
@@ -72,7 +65,7 @@ MACHINES: dict[WorkerRole, type[AdapterState]] = {
 
 
 class AdapterWorker(Worker):
-    """See the module; every decision is in `state`. `role`: one of `MACHINES`."""
+    """See the module; every decision is in `state`. `eos_ids`: the model's end tokens. `role`: one of `MACHINES`."""
 
     state: AdapterState
 
@@ -81,12 +74,12 @@ class AdapterWorker(Worker):
         bus: Bus,
         engine: EngineLink,
         config: WorkerConfig,
-        model: AdaptedModel,
+        eos_ids: frozenset[int],
         role: WorkerRole = "mixed",
     ) -> None:
         self.role = role
         super().__init__(bus, engine.api, None, config)
-        self.engine_link, self.model = engine, model
+        self.engine_link, self._eos_ids = engine, eos_ids
         engine.hear = self.hear
         engine.relayed = self._relayed = RelayedAnswers(
             bus, config.worker_id, engine.api.reached_at, engine.api.headers, engine.vocabulary
@@ -100,8 +93,8 @@ class AdapterWorker(Worker):
 
     async def prepare(self) -> None:
         config = self.config
-        words = self.engine_link.api.words(self.model.name)
-        self.state = MACHINES[self.role](self.facts(self.model.eos_ids), config.profile, words=words)
+        facts = self.facts(self._eos_ids)
+        self.state = MACHINES[self.role](facts, config.profile, words=self.engine_link.words)
         asked = subjects.resend(config.worker_id, "*")
         await self.bus.serve(asked, ResendRequest, self._resend, author="frontend_id")
         await self.bus.serve(subjects.reset(config.worker_id), ResetPrefixCache, self._reset_prefix_cache)

@@ -101,6 +101,14 @@ class DecodeSequence:
         return self.prompt_tokens + len(self.output) - 1
 
     @property
+    def replay_is_all(self) -> bool:
+        """The tokens that the client has are the whole answer."""
+        if not self.replay:
+            return False
+        stopped = self.replay[-1] in self.end_ids and len(self.replay) > self.sampling.min_tokens
+        return stopped or len(self.replay) >= self.max_tokens
+
+    @property
     def host_bytes(self) -> int:
         """Memory of its tokens and their log probabilities in this process, about. KV is not among it."""
         scores = len(self.tokens[0].prompt_logprobs) if self.tokens else 0

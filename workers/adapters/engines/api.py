@@ -54,6 +54,14 @@ class EngineFacts:
     #: Most requests of a batch, and most tokens of an iteration; 0: it does not say.
     batch_max: int = 0
     token_budget: int = 0
+    #: What it was started for; None: it does not say, or any.
+    role: WorkerRole | None = None
+    #: It does one half of each request.
+    halved: bool = False
+    #: Where decode engines meet it for the KV of a prompt; 0: nowhere.
+    bootstrap_port: int = 0
+    #: It keeps blocks of prompts, and tells of them.
+    caches: bool = True
 
     @property
     def cache_tokens(self) -> int:
@@ -65,10 +73,6 @@ class EngineApi(ABC):
     `url`.
     """
 
-    #: Roles of its workers.
-    roles: ClassVar[tuple[WorkerRole, ...]]
-    #: The kind of request that it takes.
-    words: ClassVar[type[EngineWords]]
     #: Options that have it publish KV events.
     events_options: ClassVar[str]
     #: For a refusal, what lets it drop its cache by request.
@@ -105,6 +109,10 @@ class EngineApi(ABC):
     @abstractmethod
     async def facts(self, model: str) -> EngineFacts:
         """`model`: the name that it must serve; "": the first that it does. Raises EngineAway, EngineUnfit."""
+
+    @abstractmethod
+    def words_of(self, facts: EngineFacts) -> EngineWords:
+        """The kind of request that it takes."""
 
     @abstractmethod
     async def cache_percent(self) -> float:

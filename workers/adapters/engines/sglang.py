@@ -6,9 +6,10 @@ Source: SGLang 0.5.23, `entrypoints/http_server.py`, and `describe_kv_events_pub
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from halfmoon.schemas.roles import WorkerRole
 from halfmoon.workers.adapters.engines.api import LOOK_S, EngineApi, EngineFacts, EngineUnfit
 from halfmoon.workers.adapters.engines.words import SglangWords
 
@@ -18,11 +19,27 @@ _WILDCARDS = frozenset(("*", "0.0.0.0", "::", "[::]"))  # noqa: S104
 _HOST_BLOCKS_MAX = 16
 
 
+class _Mode(NamedTuple):
+    """`bootstraps`: it has a server at which decode engines ask for the KV of a prompt."""
+
+    role: WorkerRole
+    halved: bool = True
+    caches: bool = True
+    bootstraps: bool = False
+
+
+#: By `--disaggregation-mode`. One that decodes has no prefix cache, unless by an experimental option, and computes no
+#: prompt.
+_MODES = {
+    "null": _Mode("mixed", halved=False),
+    "prefill": _Mode("prefill", bootstraps=True),
+    "decode": _Mode("decode", caches=False),
+}
+
+
 class SglangApi(EngineApi):
     """See `EngineApi`."""
 
-    roles = ("mixed",)
-    words = SglangWords
     events_options = (
         """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557"}' --page-size 64"""
     )
@@ -38,9 +55,16 @@ class SglangApi(EngineApi):
         page, tokens = _number(info, "page_size"), _number(info, "max_total_num_tokens")
         if not page or not tokens:
             raise EngineUnfit(f"--url {self.url}: /server_info tells no page_size and max_total_num_tokens")
-        if info.get("disable_radix_cache"):
+        name_of_mode = str(info.get("disaggregation_mode") or "null")
+        mode = _MODES.get(name_of_mode)
+        if mode is None:
+            raise EngineUnfit(f"--url {self.url}: the engine runs with --disaggregation-mode {name_of_mode}")
+        if mode.caches and info.get("disable_radix_cache"):
             raise EngineUnfit(f"--url {self.url}: the engine runs with --disable-radix-cache")
-        source = info.get("kv_events")
+        bootstrap_port = _number(info, "disaggregation_bootstrap_port") if mode.bootstraps else 0
+        if mode.bootstraps and not bootstrap_port:
+            raise EngineUnfit(f"--url {self.url}: /server_info tells no disaggregation_bootstrap_port")
+        source = info.get("kv_events") if mode.caches else None
         source = source if isinstance(source, dict) else {}
         if max(_number(info, "dp_size"), _number(source, "dp_size")) > 1:
             raise EngineUnfit(
@@ -58,7 +82,15 @@ class SglangApi(EngineApi):
             blocks_kept=_blocks_kept(info, tokens // block),
             batch_max=_number(info, "max_running_requests"),
             token_budget=_number(info, "chunked_prefill_size"),
+            role=mode.role,
+            halved=mode.halved,
+            bootstrap_port=bootstrap_port,
+            caches=mode.caches,
         )
+
+    def words_of(self, facts: EngineFacts) -> SglangWords:
+        host = self.reached_at.rpartition(":")[0]
+        return SglangWords(facts.model, halved=facts.halved, host=host, bootstrap_port=facts.bootstrap_port)
 
     def _there(self, source: dict[str, Any], port: str) -> str:
         """Where it publishes, as seen from here; "": it does not."""

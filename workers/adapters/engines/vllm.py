@@ -17,8 +17,6 @@ _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 class VllmApi(EngineApi):
     """See `EngineApi`."""
 
-    roles = "mixed", "prefill", "decode"
-    words = VllmWords
     events_options = """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", \
 "endpoint": "tcp://*:5557"}'"""
     reset_needs = "vLLM has it with VLLM_SERVER_DEV_MODE=1"
@@ -48,6 +46,9 @@ class VllmApi(EngineApi):
             replay=self._there(source.get("replay_endpoint")) if on else "",
             topic=str(source.get("topic") or "") if on else "",
         )
+
+    def words_of(self, facts: EngineFacts) -> VllmWords:
+        return VllmWords(facts.model)
 
     def _there(self, endpoint: object) -> str:
         """Where an endpoint is that the engine has bound, as seen from here."""

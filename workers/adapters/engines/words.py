@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
+import xxhash
 
 from halfmoon.schemas.kv import KV_ORDER
 from halfmoon.schemas.sampling import Sampling
+from halfmoon.workers.adapters.engines.completion import named_place
+
+#: Fields by which engines of SGLang find each other.
+BOOTSTRAP_HOST, BOOTSTRAP_PORT, BOOTSTRAP_ROOM = "bootstrap_host", "bootstrap_port", "bootstrap_room"
+#: A host that has an engine of SGLang do its half alone, with no KV from anywhere (its FAKE_BOOTSTRAP_HOST).
+_NOBODY = "2.2.2.2"
 
 
 class Unanswerable(ValueError):
@@ -19,13 +27,22 @@ class Unanswerable(ValueError):
         self.param = param
 
 
-class EngineWords:
+class EngineWords(ABC):
     """As far as they are alike. `model`: its name at the engine. `salt` keeps blocks of a tenant apart; `known` are
     tokens of the answer that the client has already, and are part of the prompt.
+
+    Between a prefill engine and a decode engine, `place` is where the first one's KV is, by itself; with a name for one
+    prompt's it makes `kv_params`, which the second one is told.
     """
+
+    #: A prefill engine begins when the decode engine has been asked, and no decode engine computes a prompt.
+    both_at_once: ClassVar[bool]
+    #: Of this prefill engine, as it was at the start; {}: it does not tell before it has computed a prompt.
+    place: dict[str, Any]
 
     def __init__(self, model: str) -> None:
         self.model = model
+        self.place = {}
 
     def body(
         self, salt: str, prompt: Sequence[int], known: Sequence[int], max_tokens: int, sampling: Sampling
@@ -63,6 +80,36 @@ class EngineWords:
         """
         return {"model": self.model, "cache_salt": salt, "return_token_ids": True}
 
+    def alone(self, name: str) -> dict[str, Any]:
+        """Fields that have an engine of one half answer without another one. `name`: of this request."""
+        return {}
+
+    @abstractmethod
+    def prefill_body(
+        self,
+        salt: str,
+        prompt: Sequence[int],
+        known: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling,
+        name: str,
+    ) -> dict[str, Any]:
+        """The request that has the engine compute the prompt and keep its KV for another one, under this name ("": the
+        engine's own). Raises Unanswerable.
+        """
+
+    @abstractmethod
+    def place_after(self, said: str) -> dict[str, Any]:
+        """The place, after the engine has told `said` of a prompt's KV (JSON)."""
+
+    @abstractmethod
+    def kv_params(self, place: dict[str, Any], name: str) -> dict[str, Any]:
+        """Where the KV of this name is."""
+
+    @abstractmethod
+    def decode_fields(self, kv_params: dict[str, Any]) -> dict[str, Any] | None:
+        """Fields that tell the decode engine where a prompt's KV is; None: nowhere that it can have it from."""
+
     def check(self, sampling: Sampling) -> None:
         """Raises Unanswerable for a field that the engine's API takes as text alone, or not at all."""
         if sampling.grammar:
@@ -83,6 +130,8 @@ def lacking(what: str, param: str) -> Unanswerable:
 class VllmWords(EngineWords):
     """vLLM's."""
 
+    both_at_once = False
+
     def body(
         self, salt: str, prompt: Sequence[int], known: Sequence[int], max_tokens: int, sampling: Sampling
     ) -> dict[str, Any]:
@@ -94,11 +143,14 @@ class VllmWords(EngineWords):
         return body
 
     def prefill_body(
-        self, salt: str, prompt: Sequence[int], known: Sequence[int], sampling: Sampling, kv_name: str
+        self,
+        salt: str,
+        prompt: Sequence[int],
+        known: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling,
+        name: str,
     ) -> dict[str, Any]:
-        """The request that has the engine compute the prompt and keep its KV for another one, under this name where it
-        knows names ("": its own). Raises Unanswerable.
-        """
         # Its token goes to nobody. But older releases keep KV for another engine only where the length has ended an
         # answer, so nothing else may end it.
         drawn = msgspec.structs.replace(
@@ -115,14 +167,39 @@ class VllmWords(EngineWords):
                 "remote_host": None,
                 "remote_port": None,
             }
-            | ({KV_ORDER: kv_name} if kv_name else {}),
+            | ({KV_ORDER: name} if name else {}),
         }
+
+    def place_after(self, said: str) -> dict[str, Any]:
+        return named_place(said)
+
+    def kv_params(self, place: dict[str, Any], name: str) -> dict[str, Any]:
+        return place | {KV_ORDER: name}
+
+    def decode_fields(self, kv_params: dict[str, Any]) -> dict[str, Any] | None:
+        if BOOTSTRAP_ROOM in kv_params:
+            return None
+        return {"kv_transfer_params": kv_params} if kv_params else {}
 
 
 class SglangWords(EngineWords):
     """SGLang's. Of `logprobs` it gives those of the drawn tokens: others it names by their text, which several may
     have.
+
+    A prefill engine computes a prompt when a decode engine has asked it for the KV of a room, at its bootstrap server,
+    and draws the first token, which the decode engine gets with the KV. Both are sent the same request.
+
+    `halved`: the engine does one half of each request. `host` and `bootstrap_port`: of a prefill engine's server, as
+    decode engines reach it.
     """
+
+    both_at_once = True
+
+    def __init__(self, model: str, *, halved: bool = False, host: str = "", bootstrap_port: int = 0) -> None:
+        super().__init__(model)
+        self._halved = halved
+        if bootstrap_port:
+            self.place = {BOOTSTRAP_HOST: host, BOOTSTRAP_PORT: bootstrap_port}
 
     def body(
         self, salt: str, prompt: Sequence[int], known: Sequence[int], max_tokens: int, sampling: Sampling
@@ -132,9 +209,43 @@ class SglangWords(EngineWords):
         body["top_k"] = sampling.top_k if sampling.top_k > 0 else -1
         return body
 
+    def alone(self, name: str) -> dict[str, Any]:
+        if not self._halved:
+            return {}
+        return {BOOTSTRAP_HOST: _NOBODY, BOOTSTRAP_ROOM: _room(name)}
+
+    def prefill_body(
+        self,
+        salt: str,
+        prompt: Sequence[int],
+        known: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling,
+        name: str,
+    ) -> dict[str, Any]:
+        body = self.body(salt, prompt, known, max_tokens, sampling)
+        return body | self.kv_params(self.place, name) | {"stream": False}
+
+    def place_after(self, said: str) -> dict[str, Any]:
+        return self.place
+
+    def kv_params(self, place: dict[str, Any], name: str) -> dict[str, Any]:
+        return place | {BOOTSTRAP_ROOM: _room(name)}
+
+    def decode_fields(self, kv_params: dict[str, Any]) -> dict[str, Any] | None:
+        wanted = ((BOOTSTRAP_HOST, str), (BOOTSTRAP_PORT, int), (BOOTSTRAP_ROOM, int))
+        if not all(isinstance(kv_params.get(field), kind) for field, kind in wanted):
+            return None
+        return {field: kv_params[field] for field, _ in wanted}
+
     def check(self, sampling: Sampling) -> None:
         super().check(sampling)
         if sampling.allowed_token_ids:
             raise lacking("allowed_token_ids", "allowed_token_ids")
         if sampling.logprobs > 0:
             raise lacking("log probabilities of other tokens than the drawn one (top_logprobs)", "logprobs")
+
+
+def _room(name: str) -> int:
+    """A number for a name: 63 bits, as SGLang's router draws them. 0 is no room there."""
+    return (xxhash.xxh3_64_intdigest(name.encode()) >> 1) or 1
