@@ -11,8 +11,11 @@ its engine. `halfmoon.relay.<worker_id>.<frontend_id>` (publish): the frontend p
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from msgspec import Meta
+
+from halfmoon.schemas.kv import ENGINE_PARAMS_MAX
 from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.similar import SimilarReuse
@@ -20,6 +23,7 @@ from halfmoon.schemas.types import (
     BLOCKS_MAX,
     PACKED_TOKENS_MAX,
     REQUEST_AROUND_BYTES,
+    TEXT_MAX,
     BlockKeys,
     Count,
     Id,
@@ -102,7 +106,8 @@ class EngineNamed(Message, frozen=True):
     request_id: Id
     order_id: Id
     endpoint: Text
-    fields: Text
+    #: With the place of the prompt's KV, where another engine has it.
+    fields: Annotated[str, Meta(max_length=ENGINE_PARAMS_MAX + TEXT_MAX)]
     headers: dict[str, str] = {}
 
 

@@ -17,7 +17,8 @@ INT_MAX = 2**63 - 1
 
 #: Name of a process, node, request or order: one token of a NATS subject.
 Id = Annotated[str, Meta(pattern=ID_PATTERN, description="letters, digits, - and _; at most 80")]
-Text = Annotated[str, Meta(max_length=512)]
+TEXT_MAX = 512
+Text = Annotated[str, Meta(max_length=TEXT_MAX)]
 #: Whether exact numerics hold on a worker's CPU, by its own test; "": not tried, not reported, or not claimed.
 ExactNumerics = Literal["", "held", "not_held"]
 Ns = Annotated[int, Meta(ge=0, le=INT_MAX, description="nanoseconds")]

@@ -21,6 +21,11 @@ ROOT = Path(__file__).parents[2]
 
 #: The program that speaks each wire.
 PROGRAMS = {"vllm": "tests.adapters.fake_engine", "sglang": "tests.adapters.fake_sglang"}
+#: Its flags where it does one half of each request: prompts, and answers.
+HALVES = {
+    "vllm": (("--connector",), ("--connector",)),
+    "sglang": (("--mode", "prefill"), ("--mode", "decode")),
+}
 
 
 class FakeEngine:
@@ -81,3 +86,15 @@ def fake_engines(count: int, *flags: str, wires: Sequence[str] = ("vllm",)) -> I
     finally:
         for each in engines:
             each.close()
+
+
+@contextlib.contextmanager
+def halves(wire: str, each: int, *flags: str) -> Iterator[tuple[list[FakeEngine], list[str]]]:
+    """So many engines that prefill, and as many that decode after them; and the flags of a cluster over them."""
+    with contextlib.ExitStack() as entered:
+        engines, words = [], []
+        for half, own in zip(("prefill", "decode"), HALVES[wire], strict=True):
+            found = entered.enter_context(fake_engines(each, *flags, *own, wires=(wire,)))
+            engines += found
+            words += [word for engine in found for word in (f"--adapt-{wire}-{half}", engine.url)]
+        yield engines, words

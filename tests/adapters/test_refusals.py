@@ -56,16 +56,17 @@ def test_an_engine_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None
     assert said.endswith("no answer in 0 s (--engine-wait-s)")
 
 
-def test_a_model_that_the_engine_does_not_serve(
-    capsys: pytest.CaptureFixture[str], engine: FakeEngine
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--engine-model", "other"), "--engine-model other: URL serves fake"),
+        (("--block-tokens", "24"), "--block-tokens 24: no multiple of the engine's blocks of 16 tokens"),
+    ],
+)
+def test_what_does_not_fit_the_engine(
+    capsys: pytest.CaptureFixture[str], engine: FakeEngine, words: tuple[str, ...], text: str
 ) -> None:
-    said = refusal(capsys, "--url", engine.url, "--engine-model", "other")
-    assert said == f"--engine-model other: {engine.url} serves fake"
-
-
-def test_blocks_that_do_not_fit(capsys: pytest.CaptureFixture[str], engine: FakeEngine) -> None:
-    said = refusal(capsys, "--url", engine.url, "--block-tokens", "24")
-    assert said == "--block-tokens 24: no multiple of the engine's blocks of 16 tokens"
+    assert refusal(capsys, "--url", engine.url, *words) == text.replace("URL", engine.url)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ asked one after the other, or both at once where their connector takes names; SG
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,38 +23,31 @@ from halfmoon.schemas.decisions import (
 from halfmoon.schemas.events import DecodeFailed, DecodeStarted
 from tests.adapters.fake_fleet import PROMPT_BLOCKS, PROMPT_TOKENS, FakeFleet, answer, prompt
 from tests.adapters.fleet import explained
-from tests.adapters.harness import FakeEngine, fake_engines
+from tests.adapters.harness import HALVES, FakeEngine, halves
 from tests.chaos.live import replayed
 from tests.cluster.harness import PATIENT, Cluster, running
 from tests.eventually import eventually, within
 
-VLLM_ONLY = pytest.mark.parametrize("engines", ["vllm"], indirect=True)
-#: Flags of the engines of each half.
-HALVES = {
-    "vllm": (("--connector",), ("--connector",)),
-    "sglang": (("--mode", "prefill"), ("--mode", "decode")),
-}
+VLLM_ONLY = pytest.mark.parametrize("pairs", ["vllm"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=list(HALVES))
-def engines(request: pytest.FixtureRequest) -> Iterator[list[FakeEngine]]:
+def pairs(request: pytest.FixtureRequest) -> Iterator[tuple[list[FakeEngine], list[str]]]:
     """Two that prefill, two that decode."""
-    wire: str = request.param
-    with contextlib.ExitStack() as entered:
-        yield [
-            engine
-            for flags in HALVES[wire]
-            for engine in entered.enter_context(
-                fake_engines(2, "--token-us", "100", "--blocks", "4096", *flags, wires=(wire,))
-            )
-        ]
+    with halves(request.param, 2, "--token-us", "100", "--blocks", "4096") as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, engines: list[FakeEngine]) -> Iterator[Cluster]:
-    option = f"--adapt-{engines[0].wire}"
-    flags = [word for engine in engines[:2] for word in (f"{option}-prefill", engine.url)]
-    flags += [word for engine in engines[2:] for word in (f"{option}-decode", engine.url)]
+def engines(pairs: tuple[list[FakeEngine], list[str]]) -> list[FakeEngine]:
+    return pairs[0]
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, pairs: tuple[list[FakeEngine], list[str]]
+) -> Iterator[Cluster]:
+    flags = pairs[1]
     patient = (*PATIENT, "--worker-wait-s", "600")
     with running(tmp_path_factory.mktemp("fleet"), *flags, "--dtype", "float32", *patient) as one:
         yield one

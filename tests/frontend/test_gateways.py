@@ -21,7 +21,13 @@ from tests.eventually import eventually
 
 pytestmark = pytest.mark.pure
 ENGINE = "10.0.0.7:8000"
-FIELDS = {"model": "theirs", "cache_salt": "s", "return_token_ids": True}
+FIELDS = {
+    "model": "theirs",
+    "cache_salt": "s",
+    "return_token_ids": True,
+    # As long as a prompt has blocks.
+    "kv_transfer_params": {"remote_block_ids": list(range(5_000))},
+}
 BODY = {"model": MODEL, "prompt": "Half moons", "max_tokens": 3, "stream": True, "temperature": 0}
 LINES = [b'data: {"choices": [{"index": 0, "te', b'xt": "a", "token_ids": [7]}]}\n\ndata: [DONE]\n\n']
 
@@ -170,10 +176,18 @@ async def ended_by(adapter: Adapter, cluster: Cluster) -> None:
 def test_the_gateway_learns_the_engine_and_its_adapter_the_answer(told: Run) -> None:
     async def scenario(cluster: Cluster, edge: ExtProcEdge, adapter: Adapter) -> None:
         gateway = Gateway(edge)
-        gateway.ask({**BODY, "kv_transfer_params": {"remote_block_ids": [1]}, "stop": ["x"]})
+        # What a client says of KV in engines is left out.
+        theirs = {
+            "kv_transfer_params": {"remote_block_ids": [1]},
+            "bootstrap_host": "6.6.6.6",
+            "bootstrap_room": 7,
+        }
+        gateway.ask(
+            {**BODY, **theirs, "stop": ["x"]}, headers={"x-override-bootstrap-room": "7", "x-mine": "1"}
+        )
         headers, removed, body = await gateway.hear_engine()
         assert (headers[DESTINATION], headers["authorization"]) == (ENGINE, "Bearer theirs")
-        assert removed == ["accept-encoding"]
+        assert removed == ["accept-encoding", "x-override-bootstrap-room"]
         assert body == {**BODY, "stop": ["x"], **FIELDS}
         (taken,) = adapter.taken
         assert taken.forwarded

@@ -51,6 +51,18 @@ DESTINATION = "x-gateway-destination-endpoint"
 _LB, _SUBSET, _SUBSET_KEY = "envoy.lb", "envoy.lb.subset_hint", f"{DESTINATION}-subset"
 _PARSERS = {"/v1/chat/completions": parse_chat, "/v1/completions": parse_completion}
 _STREAMS, _LAST_LINE, _TAIL_BYTES = "text/event-stream", b"data: [DONE]", 64
+#: Fields of a body that are between engines: vLLM's, and SGLang's, which come as headers too (`x-override-…`).
+_OF_KV = frozenset(
+    (
+        "kv_transfer_params",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "routed_dp_rank",
+        "disagg_prefill_dp_rank",
+    )
+)
+_OVERRIDES = "x-override-"
 
 
 class ExtProcEdge:
@@ -125,7 +137,7 @@ class ExtProcEdge:
                     self._refused(head, error, began_ns)
                 yield _refusal(error)
                 return
-            for response in _sent_to(engine, asked):
+            for response in _sent_to(engine, head, asked):
                 yield response
             async for response in _heard_of(one, coming):
                 yield response
@@ -281,21 +293,25 @@ def _fields_of(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the body is not JSON: {problem}", code="invalid_json") from None
     if not isinstance(asked, dict):
         raise ApiError(400, "the body is no JSON object", code="invalid")
-    # It names KV in an engine, which may be of another tenant.
-    asked.pop("kv_transfer_params", None)
-    return asked
+    # They name KV in an engine, which may be of another tenant, or the engine that has it.
+    return {field: value for field, value in asked.items() if field not in _OF_KV}
 
 
-def _sent_to(engine: EngineNamed, asked: Mapping[str, Any]) -> Iterable[Any]:
+def _sent_to(engine: EngineNamed, head: _Head, asked: Mapping[str, Any]) -> Iterable[Any]:
     """The answers to a request's head and body."""
+    # The client's key is ours to check, and what is compressed cannot be read here.
+    unwanted = [
+        "authorization",
+        "accept-encoding",
+        *(name for name in head.headers if name.startswith(_OVERRIDES)),
+    ]
     changed = orjson.dumps({**asked, **orjson.loads(engine.fields)})
     metadata = Struct()
     metadata.update({_LB: {DESTINATION: engine.endpoint}})
     headers = {DESTINATION: engine.endpoint, "content-length": str(len(changed)), **engine.headers}
     mutation = HeaderMutation(
         set_headers=_options(headers),
-        # The client's key is ours to check, and what is compressed cannot be read here.
-        remove_headers=[each for each in ("authorization", "accept-encoding") if each not in engine.headers],
+        remove_headers=[each for each in unwanted if each not in engine.headers],
     )
     yield ProcessingResponse(
         request_headers=HeadersResponse(response=CommonResponse(header_mutation=mutation)),
