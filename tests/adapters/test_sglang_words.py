@@ -9,19 +9,19 @@ import pytest
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.workers.adapters.engines.api import EngineUnfit
 from halfmoon.workers.adapters.engines.sglang import SglangApi
-from halfmoon.workers.adapters.engines.words import SglangWords, Unanswerable, VllmWords
+from halfmoon.workers.adapters.engines.words import EngineCompletion, SglangWords, Unanswerable, VllmWords
 
 pytestmark = pytest.mark.pure
 TOKENS = [7, 8, 9]
 
 
 def body(sampling: Sampling, known: tuple[int, ...] = ()) -> dict[str, Any]:
-    return SglangWords("m").body("salt", TOKENS, known, 5, sampling)
+    return SglangWords("m").body(EngineCompletion("salt", TOKENS, known, 5, sampling))
 
 
 def test_what_differs_from_vllms_is_all_that_differs() -> None:
     sampling = Sampling(seed=3, top_k=4, logprobs=0, logit_bias={5: 1.5}, min_tokens=3, stop_token_ids=[2])
-    vllms = VllmWords("m").body("salt", TOKENS, [1], 5, sampling)
+    vllms = VllmWords("m").body(EngineCompletion("salt", TOKENS, [1], 5, sampling))
     assert vllms.pop("return_tokens_as_token_ids")
     assert body(sampling, (1,)) == vllms
 

@@ -24,7 +24,7 @@ from halfmoon.schemas.keys import chain_keys, split_keys
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.workers.adapters.engine_blocks import salt_of
 from halfmoon.workers.adapters.engines.completion import EngineRefused, read_line, refusal_of
-from halfmoon.workers.adapters.engines.words import SglangWords
+from halfmoon.workers.adapters.engines.words import EngineCompletion, SglangWords
 from halfmoon.workers.adapters.mirror import EngineMirror
 from tests.eventually import eventually
 from tests.ports import HeldPorts
@@ -183,7 +183,7 @@ def test_it_understands_our_requests_field_by_field(sampling: Sampling) -> None:
     from sglang.srt.entrypoints.openai.protocol import CompletionRequest
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    body = SglangWords("m").body(salt_of(ROOT), TOKENS, [7], 4, sampling)
+    body = SglangWords("m").body(EngineCompletion(salt_of(ROOT), TOKENS, [7], 4, sampling))
     # It passes over what it does not know.
     assert set(body) <= set(CompletionRequest.model_fields)
     request = CompletionRequest.model_validate(body)
@@ -212,9 +212,10 @@ def test_it_understands_both_halves_of_a_request() -> None:
 
     prefill = SglangWords("m", halved=True, host="[fd00::7]", bootstrap_port=8998)
     place = prefill.kv_params(prefill.place, "o1-i")
+    asked = EngineCompletion(salt_of(ROOT), TOKENS, [7], 4, SAMPLINGS[1])
     bodies = [
-        prefill.prefill_body(salt_of(ROOT), TOKENS, [7], 4, SAMPLINGS[1], "o1-i"),
-        prefill.body(salt_of(ROOT), TOKENS, [7], 4, SAMPLINGS[1]) | (prefill.decode_fields(place) or {}),
+        prefill.prefill_body(asked, "o1-i"),
+        prefill.body(asked) | (prefill.decode_fields(place) or {}),
     ]
     requests = [CompletionRequest.model_validate(body) for body in bodies]
     for body, request in zip(bodies, requests, strict=True):

@@ -13,7 +13,7 @@ import pytest
 from halfmoon.schemas.keys import chain_keys, split_keys
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.workers.adapters.engine_blocks import EngineBlocks, salt_of
-from halfmoon.workers.adapters.engines.words import VllmWords
+from halfmoon.workers.adapters.engines.words import EngineCompletion, VllmWords
 from halfmoon.workers.adapters.kv_events import read_batch
 from tests.vllm.engines import HERE, ON_CPU, PROGRAM, no_vllm
 
@@ -34,12 +34,13 @@ def said() -> dict[str, Any]:
         allowed_token_ids=[5, 6],
         min_tokens=3,
     )
+    completion = EngineCompletion(salt_of(ROOT), TOKENS, [7], 4, sampling)
     asked = {
         "block_size": SIZE,
         "tokens": TOKENS,
         "salts": [salt_of(ROOT), "", "their own"],
-        "body": VllmWords("m").body(salt_of(ROOT), TOKENS, [7], 4, sampling),
-        "prefill": VllmWords("m").prefill_body(salt_of(ROOT), TOKENS, [7], sampling, ""),
+        "body": VllmWords("m").body(completion),
+        "prefill": VllmWords("m").prefill_body(completion, ""),
     }
     python = str(Path(PROGRAM).with_name("python"))
     done = subprocess.run(

@@ -144,9 +144,10 @@ class DecodeAdapterState(AdapterState):
         sequence = request.sequence
         kept = (sequence.result or self.promises[sequence.order_id]).engine_kv
         # KV of fewer or more tokens than are sent would be taken for theirs.
-        fits = kept is not None and kept.tokens == len(sequence.prompt) + len(sequence.replay)
-        told = fits and sequence.order_id not in self.recomputed
-        return self.words.decode_fields(kv_params_of(kept.params) if kept is not None and told else {})
+        tokens = len(sequence.prompt) + len(sequence.replay)
+        if kept is None or kept.tokens != tokens or sequence.order_id in self.recomputed:
+            return self.words.decode_fields({})
+        return self.words.decode_fields(kv_params_of(kept.params))
 
     def first(self, request: AdaptedRequest, token: SampledToken) -> None:
         sequence = request.sequence

@@ -33,9 +33,8 @@ from halfmoon.schemas.events import DecodeFailed, PrefillFailed
 from halfmoon.schemas.kv import EngineKv, KvPromised
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.adapters.actions import Action, TellDecode
-from halfmoon.workers.adapters.engine_blocks import salt_of
 from halfmoon.workers.adapters.events import Event, PromptOrdered, TokensHeard
-from halfmoon.workers.adapters.state import AdaptedRequest, AdapterState, HalfEvent
+from halfmoon.workers.adapters.state import AdaptedRequest, AdapterState, HalfEvent, completion_of
 from halfmoon.workers.machines import Report
 
 
@@ -96,15 +95,8 @@ class PrefillAdapterState(AdapterState):
             self.named.append(order_id)
 
     def body(self, request: AdaptedRequest) -> dict[str, Any]:
-        sequence = request.sequence
-        return self.words.prefill_body(
-            salt_of(sequence.root_key),
-            sequence.prompt,
-            sequence.replay,
-            sequence.max_tokens,
-            sequence.sampling,
-            self._kv_name(sequence.order_id) if self.place else "",
-        )
+        name = self._kv_name(request.order.order_id) if self.place else ""
+        return self.words.prefill_body(completion_of(request.sequence), name)
 
     def heard(self, request: AdaptedRequest, event: TokensHeard) -> None:
         if not event.tokens or event.finish_reason not in ("stop", "length"):

@@ -10,7 +10,6 @@ import asyncio
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Any
 
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.keys import chain_keys
@@ -18,6 +17,7 @@ from halfmoon.schemas.sampling import Sampling
 from halfmoon.workers.adapters.engine_blocks import salt_of
 from halfmoon.workers.adapters.engines.api import EngineApi, EngineFacts, EngineUnfit
 from halfmoon.workers.adapters.engines.completion import EngineRefused
+from halfmoon.workers.adapters.engines.words import EngineCompletion
 from halfmoon.workers.adapters.mirror import EngineMirror
 
 #: For the events of a prompt that was computed; the engine may publish them with its next step.
@@ -87,7 +87,7 @@ class Probe:
         self._asked += 1
         sampling = Sampling(temperature=0.0, ignore_eos=True)
         prompt = self._prompt(tokens, self._asked)
-        body: dict[str, Any] = self._words.body(salt_of(root), prompt, [], _DRAWN, sampling)
+        body = self._words.body(EngineCompletion(salt_of(root), prompt, [], _DRAWN, sampling))
         body |= self._words.alone(root.hex())
         began_ns, first_ns, last_ns, drawn = time.monotonic_ns(), 0, 0, 0
         async for heard in self._api.complete(body, self._vocabulary):

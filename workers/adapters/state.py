@@ -37,7 +37,7 @@ from halfmoon.schemas.tokens import TakeReply
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.adapters.actions import Action, AskEngine, HangUp, StepSeen
 from halfmoon.workers.adapters.engine_blocks import salt_of
-from halfmoon.workers.adapters.engines.words import EngineWords, Unanswerable
+from halfmoon.workers.adapters.engines.words import EngineCompletion, EngineWords, Unanswerable
 from halfmoon.workers.adapters.events import (
     AnswerBroke,
     EngineAsked,
@@ -68,6 +68,12 @@ from halfmoon.workers.mixed.request import decode_half
 REASON_CHARACTERS_MAX = 500
 #: Of an order's one half.
 HalfEvent = PromptOrdered | DecodeOrdered | KvHeard
+
+
+def completion_of(sequence: DecodeSequence) -> EngineCompletion:
+    return EngineCompletion(
+        salt_of(sequence.root_key), sequence.prompt, sequence.replay, sequence.max_tokens, sequence.sampling
+    )
 
 
 class AdaptedRequest:
@@ -246,13 +252,7 @@ class AdapterState:
         sequence = request.sequence
         if request.forwarded:
             return self.words.forwarded(salt_of(sequence.root_key))
-        return self.words.body(
-            salt_of(sequence.root_key),
-            sequence.prompt,
-            sequence.replay,
-            sequence.max_tokens,
-            sequence.sampling,
-        )
+        return self.words.body(completion_of(sequence))
 
     def _problem(self, request: AdaptedRequest, reply: TakeReply) -> str:
         """Why the tokens are not those of the order; "": they are."""

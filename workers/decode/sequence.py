@@ -103,10 +103,7 @@ class DecodeSequence:
     @property
     def replay_is_all(self) -> bool:
         """The tokens that the client has are the whole answer."""
-        if not self.replay:
-            return False
-        stopped = self.replay[-1] in self.end_ids and len(self.replay) > self.sampling.min_tokens
-        return stopped or len(self.replay) >= self.max_tokens
+        return bool(self.replay and self._ends_with(self.replay))
 
     @property
     def host_bytes(self) -> int:
@@ -187,13 +184,14 @@ class DecodeSequence:
             if self.last_token_ns:
                 self.intervals_ns.append(now_ns - self.last_token_ns)
             self.last_token_ns = now_ns
-        if token.cut:
-            self.finish_reason = "length"
-        elif token.token_id in self.end_ids and len(self.output) > self.sampling.min_tokens:
-            self.finish_reason = "stop"
-        elif len(self.output) >= self.max_tokens:
-            self.finish_reason = "length"
+        self.finish_reason = "length" if token.cut else self._ends_with(self.output)
         return fresh
+
+    def _ends_with(self, output: list[int]) -> str:
+        """Why these tokens, at least one, are the whole answer; "": they are not."""
+        if output[-1] in self.end_ids and len(output) > self.sampling.min_tokens:
+            return "stop"
+        return "length" if len(output) >= self.max_tokens else ""
 
     def tbt_ns(self) -> int:
         """Mean of the longest 10 % of token intervals (at least one)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import xxhash
@@ -27,9 +27,20 @@ class Unanswerable(ValueError):
         self.param = param
 
 
+class EngineCompletion(NamedTuple):
+    """A request. `salt` keeps blocks of a tenant apart. `known` are tokens of the answer that the client has already:
+    part of the engine's prompt, and among `max_tokens`.
+    """
+
+    salt: str
+    prompt: Sequence[int]
+    known: Sequence[int]
+    max_tokens: int
+    sampling: Sampling
+
+
 class EngineWords(ABC):
-    """As far as they are alike. `model`: its name at the engine. `salt` keeps blocks of a tenant apart; `known` are
-    tokens of the answer that the client has already, and are part of the prompt.
+    """As far as they are alike. `model`: its name at the engine.
 
     Between a prefill engine and a decode engine, `place` is where the first one's KV is, by itself; with a name for one
     prompt's it makes `kv_params`, which the second one is told.
@@ -44,16 +55,15 @@ class EngineWords(ABC):
         self.model = model
         self.place = {}
 
-    def body(
-        self, salt: str, prompt: Sequence[int], known: Sequence[int], max_tokens: int, sampling: Sampling
-    ) -> dict[str, Any]:
+    def body(self, asked: EngineCompletion) -> dict[str, Any]:
         """The request's body. Raises Unanswerable."""
+        known, sampling = len(asked.known), asked.sampling
         self.check(sampling)
         body: dict[str, Any] = {
-            "prompt": [*prompt, *known],
-            "max_tokens": max_tokens - len(known),
+            "prompt": [*asked.prompt, *asked.known],
+            "max_tokens": asked.max_tokens - known,
             "stream": True,
-            **self.forwarded(salt),
+            **self.forwarded(asked.salt),
             # All are named: the engine takes an unnamed one from the model's own generation_config.json.
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -62,7 +72,7 @@ class EngineWords(ABC):
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
             "repetition_penalty": sampling.repetition_penalty,
-            "min_tokens": max(0, sampling.min_tokens - len(known)),
+            "min_tokens": max(0, sampling.min_tokens - known),
             "ignore_eos": sampling.ignore_eos,
             "stop_token_ids": sampling.stop_token_ids,
         }
@@ -85,15 +95,7 @@ class EngineWords(ABC):
         return {}
 
     @abstractmethod
-    def prefill_body(
-        self,
-        salt: str,
-        prompt: Sequence[int],
-        known: Sequence[int],
-        max_tokens: int,
-        sampling: Sampling,
-        name: str,
-    ) -> dict[str, Any]:
+    def prefill_body(self, asked: EngineCompletion, name: str) -> dict[str, Any]:
         """The request that has the engine compute the prompt and keep its KV for another one, under this name ("": the
         engine's own). Raises Unanswerable.
         """
@@ -132,31 +134,21 @@ class VllmWords(EngineWords):
 
     both_at_once = False
 
-    def body(
-        self, salt: str, prompt: Sequence[int], known: Sequence[int], max_tokens: int, sampling: Sampling
-    ) -> dict[str, Any]:
-        body = super().body(salt, prompt, known, max_tokens, sampling)
+    def body(self, asked: EngineCompletion) -> dict[str, Any]:
+        body, sampling = super().body(asked), asked.sampling
         if sampling.allowed_token_ids:
             body["allowed_token_ids"] = sampling.allowed_token_ids
         if sampling.logprobs >= 0:
             body["return_tokens_as_token_ids"] = True
         return body
 
-    def prefill_body(
-        self,
-        salt: str,
-        prompt: Sequence[int],
-        known: Sequence[int],
-        max_tokens: int,
-        sampling: Sampling,
-        name: str,
-    ) -> dict[str, Any]:
+    def prefill_body(self, asked: EngineCompletion, name: str) -> dict[str, Any]:
         # Its token goes to nobody. But older releases keep KV for another engine only where the length has ended an
         # answer, so nothing else may end it.
         drawn = msgspec.structs.replace(
-            sampling, ignore_eos=True, stop_token_ids=[], min_tokens=0, logprobs=-1
+            asked.sampling, ignore_eos=True, stop_token_ids=[], min_tokens=0, logprobs=-1
         )
-        return self.body(salt, prompt, known, len(known) + 1, drawn) | {
+        return self.body(asked._replace(max_tokens=len(asked.known) + 1, sampling=drawn)) | {
             # Lines of a stream have no kv_transfer_params.
             "stream": False,
             "kv_transfer_params": {
@@ -201,12 +193,10 @@ class SglangWords(EngineWords):
         if bootstrap_port:
             self.place = {BOOTSTRAP_HOST: host, BOOTSTRAP_PORT: bootstrap_port}
 
-    def body(
-        self, salt: str, prompt: Sequence[int], known: Sequence[int], max_tokens: int, sampling: Sampling
-    ) -> dict[str, Any]:
-        body = super().body(salt, prompt, known, max_tokens, sampling)
+    def body(self, asked: EngineCompletion) -> dict[str, Any]:
+        body, top_k = super().body(asked), asked.sampling.top_k
         # No limit is -1 there, and 0 a mistake.
-        body["top_k"] = sampling.top_k if sampling.top_k > 0 else -1
+        body["top_k"] = top_k if top_k > 0 else -1
         return body
 
     def alone(self, name: str) -> dict[str, Any]:
@@ -214,17 +204,8 @@ class SglangWords(EngineWords):
             return {}
         return {BOOTSTRAP_HOST: _NOBODY, BOOTSTRAP_ROOM: _room(name)}
 
-    def prefill_body(
-        self,
-        salt: str,
-        prompt: Sequence[int],
-        known: Sequence[int],
-        max_tokens: int,
-        sampling: Sampling,
-        name: str,
-    ) -> dict[str, Any]:
-        body = self.body(salt, prompt, known, max_tokens, sampling)
-        return body | self.kv_params(self.place, name) | {"stream": False}
+    def prefill_body(self, asked: EngineCompletion, name: str) -> dict[str, Any]:
+        return self.body(asked) | self.kv_params(self.place, name) | {"stream": False}
 
     def place_after(self, said: str) -> dict[str, Any]:
         return self.place
