@@ -43,6 +43,7 @@ def check_halves(args: argparse.Namespace) -> None:
             raise OptionInvalid(
                 f"{names[0]}: its KV does not come to decode workers of --decode, nor theirs to an engine"
             )
-        pairs += [names[0]] if prefill else []
+        if prefill:
+            pairs.append(names[0])
     if len(pairs) > 1:
         raise OptionInvalid(f"{' and '.join(pairs)}: engines of one kind do not get the KV of another's")

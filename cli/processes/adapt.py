@@ -116,7 +116,7 @@ async def _serve(
         facts = await api.facts(args.engine_model)
         await _same_model(args, api, facts, config)
         _fits(args, facts, layout)
-        events = args.events or facts.events or _default_events(args.url)
+        events = args.events or facts.events or f"tcp://{api.host}:{EVENTS_PORT}"
         mirror = EngineMirror(
             block_tokens=layout.block_tokens,
             cache_tokens=facts.cache_tokens,
@@ -238,9 +238,3 @@ def _costs(facts: EngineFacts, profile: CostProfile) -> str:
     prompt = f"a token of a prompt takes {profile.prefill_per_token_ps / 1e6:.0f} µs"
     step = f"a step takes {profile.step_ns(1, 0) / 1e6:.1f} ms"
     return {"prefill": prompt, "decode": step}.get(facts.role or "", f"{prompt}, {step}")
-
-
-def _default_events(url: str) -> str:
-    from urllib.parse import urlsplit
-
-    return f"tcp://{urlsplit(url).hostname}:{EVENTS_PORT}"

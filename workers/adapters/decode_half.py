@@ -38,9 +38,11 @@ EARLY_MAX = 256
 _NOWHERE = (
     "the prefill engine's word on the prompt's KV makes no sense to this one, of another kind or other tokens"
 )
-
-
 _Told = PrefillResult | KvPromised
+
+
+class _KvNowhere(Exception):
+    """The engine cannot have the prompt's KV, and does not compute it."""
 
 
 @dataclass(slots=True)
@@ -130,14 +132,17 @@ class DecodeAdapterState(AdapterState):
         else:
             super().heard(request, event)
 
-    def body(self, request: AdaptedRequest) -> dict[str, Any]:
-        return super().body(request) | (self._kv_fields(request) or {})
-
     def ask(self, request: AdaptedRequest, computes_again: str = "") -> None:
-        if self._kv_fields(request) is None:
-            self.fail(request, _NOWHERE, retryable=True)
-        else:
+        try:
             super().ask(request, computes_again)
+        except _KvNowhere:
+            self.fail(request, _NOWHERE, retryable=True)
+
+    def body(self, request: AdaptedRequest) -> dict[str, Any]:
+        fields = self._kv_fields(request)
+        if fields is None:
+            raise _KvNowhere
+        return super().body(request) | fields
 
     def _kv_fields(self, request: AdaptedRequest) -> dict[str, Any] | None:
         """Where the engine gets the prompt's KV; {}: it finds or computes it; None: it can do neither."""

@@ -69,8 +69,8 @@ class EngineFacts:
 
 
 class EngineApi(ABC):
-    """`open` first. `key`: sent as `Authorization: Bearer`. `reached_at`: host and port for gateways; "": those of
-    `url`.
+    """`open` first. `key`: sent as `Authorization: Bearer`. `reached_at`: host and port for gateways, and for engines
+    that get KV from it; "": those of `url`.
     """
 
     #: Options that have it publish KV events.
@@ -92,8 +92,7 @@ class EngineApi(ABC):
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{self.url!r} is no URL like http://127.0.0.1:8000")
         if not self.reached_at:
-            host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-            self.reached_at = f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+            self.reached_at = f"{self.host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -101,6 +100,12 @@ class EngineApi(ABC):
             timeout=timeout,
             read_bufsize=1 << 20,
         )
+
+    @property
+    def host(self) -> str:
+        """The host of `url` as it stands in an address: one of IPv6 in brackets."""
+        host = urlsplit(self.url).hostname or ""
+        return f"[{host}]" if ":" in host else host
 
     async def close(self) -> None:
         if self._session is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from halfmoon.schemas.roles import WorkerRole
 from halfmoon.workers.adapters.engines.api import LOOK_S, EngineApi, EngineFacts, EngineUnfit
@@ -97,8 +96,7 @@ class SglangApi(EngineApi):
         number = _number(source, port)
         host = str(source.get("endpoint_host") or "*")
         if host in _WILDCARDS:
-            host = urlsplit(self.url).hostname or ""
-            host = f"[{host}]" if ":" in host else host
+            host = self.host
         return f"tcp://{host}:{number}" if number else ""
 
     async def cache_percent(self) -> float:

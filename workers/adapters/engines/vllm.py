@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from typing import Any
-from urllib.parse import urlsplit
 
 from halfmoon.workers.adapters.engines.api import EngineApi, EngineFacts, EngineUnfit
 from halfmoon.workers.adapters.engines.words import VllmWords
@@ -52,9 +51,7 @@ class VllmApi(EngineApi):
 
     def _there(self, endpoint: object) -> str:
         """Where an endpoint is that the engine has bound, as seen from here."""
-        text = str(endpoint or "")
-        host = urlsplit(self.url).hostname or ""
-        return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]):", f"tcp://{host}:", text)
+        return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]):", f"tcp://{self.host}:", str(endpoint or ""))
 
     async def cache_percent(self) -> float:
         used = (await self._samples()).get("vllm:kv_cache_usage_perc", [])
