@@ -62,11 +62,13 @@ class SimilarReuse(Part, frozen=True):
     """What KV of a reference spared: it stood in for `tokens` of the prompt, which were not computed in every layer.
 
     `computed_tokens`: token-layers that were computed, cached tokens aside, over the number of layers.
+    `retained_tokens`: each layer keeps the KV of so many tokens of the prompt; 0: of all.
     """
 
     tokens: Tokens
     computed_tokens: Tokens
     resemblance: Annotated[int, Meta(ge=0, le=100)]
+    retained_tokens: Tokens = 0
 
 
 def expected_reuse(tokens: int, resemblance: int) -> SimilarReuse:
@@ -79,6 +81,11 @@ def expected_reuse(tokens: int, resemblance: int) -> SimilarReuse:
         computed_tokens=tokens - found + found * _FOUND_PERCENT // 100,
         resemblance=resemblance,
     )
+
+
+def kept_tokens(tokens: int, percent: int) -> int:
+    """Of so many tokens, those whose KV a layer keeps; 0 percent: all."""
+    return max(1, tokens * percent // 100) if percent else tokens
 
 
 def sketch_of(root_key: bytes, token_ids: Sequence[int] | np.ndarray) -> bytes:

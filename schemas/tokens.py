@@ -72,6 +72,8 @@ class TakeReply(Message, frozen=True):
     weight_version: Text = ""
     #: A gateway asks the engine, in its client's own words, once it knows which (`EngineNamed`).
     forwarded: bool = False
+    #: Of the prompt behind a similar one's KV, each layer keeps the KV of so many percent; 0: of all.
+    retain_percent: Annotated[int, Meta(ge=0, le=99)] = 0
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)

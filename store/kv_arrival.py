@@ -18,6 +18,8 @@ class KvArrival:
         self._layers = layers
         self.away = away
         self.opened = False
+        #: The first so many blocks have KV that comes; None: all.
+        self._expected: int | None = None
         #: `slots[i]` of the pool holds prompt block i, in its epoch `epochs[i]`.
         self.slots: list[int] = []
         self.epochs: list[int] = []
@@ -32,9 +34,16 @@ class KvArrival:
     @property
     def complete(self) -> bool:
         """Everything is in the engine's cache."""
-        return self._layers == 0 or (
-            self.opened and self.copied == self._layers * (len(self.slots) - self.away)
-        )
+        return self._layers == 0 or (self.opened and self.copied == self._layers * (self.blocks - self.away))
+
+    @property
+    def blocks(self) -> int:
+        """That come, or are away; 0 before the transfer is open."""
+        return len(self.slots) if self._expected is None else min(len(self.slots), self._expected)
+
+    def expect(self, blocks: int) -> None:
+        """No more than the first so many blocks come; none of the others was readable."""
+        self._expected = blocks
 
     @property
     def announced(self) -> bool:
@@ -42,7 +51,7 @@ class KvArrival:
         if not self.opened:
             return False
         fresh = {place for place in self.readable if self._is_fresh(*place)}
-        return len(self.started) - self.started.count(0) + len(fresh) == len(self.started)
+        return len(self.started) - self.started.count(0) + len(fresh) == self._layers * self.blocks
 
     def note(self, message: TransferOpened | KvReady) -> None:
         """Note the layers that the message makes readable. It may come again at any time: the bus repeats messages."""

@@ -40,7 +40,7 @@ OTHERS: dict[str, tuple[list[Any], list[Any]]] = {
     "tenant": ([5, "t" * 129], ["t", None]),
     "cache_salt": ([5, "s" * 257], ["s", None]),
     "kv": (
-        [5, {"similar": 2}, {"documents": ["a"]}],
+        [5, {"similar": 2}, {"documents": ["a"]}, {"retain": 0.5}, {"similar": False, "retain": 0.5}],
         [{}, {"similar": False}, None],
     ),
     "slo": (

@@ -112,6 +112,8 @@ def _prefill_finished(state: State, order: Order, request: Request, event: Prefi
     # In an older log only the request has the prompt's length; placed once more, it has tokens of its answer on top.
     known = event.prompt_tokens or (request.event.prompt_tokens if request.placements == 1 else 0)
     learn_prefill(state, event, known, of_request=request.event.prompt_tokens, permille=permille)
+    if event.similar is not None and event.similar.retained_tokens:
+        booking.free_left_out(state, order, event.similar.retained_tokens, known)
     _know_prompt(state, order, request)
     _learn_links(state, order, event)
 

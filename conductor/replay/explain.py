@@ -174,7 +174,10 @@ def reference_line(reference: Reference, attempt: PlacementAttempt | None) -> st
     reuse = attempt.prefilled.similar
     if reuse is None:
         return f"{line}; it was not used: the prompt was computed whole"
-    return f"{line}; for {reuse.tokens} tokens, {reuse.computed_tokens} computed on the mean over layers"
+    kept = f"; each layer keeps {reuse.retained_tokens} tokens of the prompt" if reuse.retained_tokens else ""
+    return (
+        f"{line}; for {reuse.tokens} tokens, {reuse.computed_tokens} computed on the mean over layers{kept}"
+    )
 
 
 def is_mixed(verdict: Placement | Refusal | None) -> bool:

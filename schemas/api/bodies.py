@@ -104,9 +104,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
 class KvUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How KV of other prompts may be used. `similar`: where that is faster, KV of a prompt of the same tenant that is
     alike but not equal stands in for some of this one's; the answer is then near, not equal, to what it would be.
+    `retain`: where it does, each layer keeps the KV of this share of the tokens, and decoding attends to no others.
     """
 
     similar: bool | None = None
+    retain: Annotated[float, Meta(ge=0.1, le=1)] | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):

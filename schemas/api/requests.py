@@ -22,6 +22,7 @@ from halfmoon.schemas.api.bodies import (
     ChatMessage,
     CompletionBody,
     GeneratingFields,
+    KvUse,
 )
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.structures import Structure, structure_of
@@ -115,6 +116,8 @@ class ApiRequest:
     cache_salt: str
     #: KV of a similar prompt may stand in for some of this one's; None: as the frontend has it for the tenant.
     similar: bool | None = None
+    #: Where it does, each layer keeps the KV of so many percent of the tokens; 0: of all.
+    retain_percent: int = 0
     priority: int
     request_id: str
 
@@ -374,10 +377,21 @@ def _ask(
         tenant=body.tenant or "",
         cache_salt=_cache_salt(body, sampling),
         similar=body.kv.similar if body.kv else None,
+        retain_percent=_retain_percent(body.kv),
         # As vLLM has it, a smaller number is earlier; within the cluster a larger one is.
         priority=-min(max(body.priority or 0, -PRIORITY_MAX), PRIORITY_MAX),
         request_id=body.request_id or "",
     )
+
+
+def _retain_percent(use: KvUse | None) -> int:
+    """0: all is kept. Raises ApiError where nothing could be left out."""
+    if use is None or use.retain is None:
+        return 0
+    if not use.similar:
+        message = "kv.retain: tokens are left out where KV of a similar prompt stands in: it needs kv.similar"
+        raise ApiError(400, message, param="kv", code="contradiction")
+    return round(use.retain * 100) % 100
 
 
 def _answer_form(body: GeneratingFields, *, echo_only: bool) -> AnswerForm:

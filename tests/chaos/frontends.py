@@ -133,6 +133,7 @@ class Frontend(Process):
             root_key=b"root",
             output_ids=pack_tokens(request.output) if request.output else b"",
             max_tokens=arrived.max_tokens,
+            retain_percent=self.world.similar.retain_percent(request.text.number),
         )
 
     def hear_tokens(self, message: TokensSampled) -> None:

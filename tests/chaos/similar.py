@@ -15,7 +15,7 @@ from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.decisions import Decision, StartPrefill
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import split_keys
-from halfmoon.schemas.similar import SAMPLES, SimilarReuse
+from halfmoon.schemas.similar import SAMPLES, SimilarReuse, kept_tokens
 from halfmoon.schemas.store import reference_hold
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.store.errors import StoreError
@@ -37,11 +37,18 @@ TENANTS = ("acme", "other")
 APART = 1_000
 #: Before the mark of a block that was not computed.
 STOOD_IN = b"stood in for "
+#: And of one that has tokens of all over the prompt, since others were left out.
+KEPT = b"some of "
 
 
 def own_mark(mark: bytes) -> bytes:
     """The mark as if it had been computed."""
     return mark.removeprefix(STOOD_IN)
+
+
+def whole_mark(mark: bytes) -> bytes:
+    """The mark as if no token had been left out."""
+    return mark.removeprefix(KEPT)
 
 
 class SimilarPrompts:
@@ -57,6 +64,10 @@ class SimilarPrompts:
 
     def prompt_tokens(self, tokens: int) -> int:
         return self.draw.choice([60, 95, 150, 300]) if self.on and self.draw.random() < 0.6 else tokens
+
+    def retain_percent(self, number: int) -> int:
+        """Of the prompts of some requests each layer keeps the KV of so much."""
+        return (0, 30, 60)[number % 3] if self.on else 0
 
     def told(self, arrived: RequestArrived) -> RequestArrived:
         """The request as one of two tenants', whose chains differ. All prompts of a family have one sketch, whosever
@@ -141,6 +152,8 @@ class StandIn:
         self.failure = ""
         #: What was read was not what the reference's keys say.
         self.strange = False
+        first, percent = reference.first_token, reference.retain_percent
+        self.kept = first + kept_tokens(len(computation.action.token_ids) - first, percent)
 
     def steer(self, action: prefill_actions.LoadReference | prefill_actions.FailReference) -> None:
         if isinstance(action, prefill_actions.LoadReference):
@@ -151,7 +164,7 @@ class StandIn:
     def step(self, layer: int) -> None:
         computation = self.computation
         first = self.reference.first_token // BLOCK_TOKENS
-        end = -(-len(computation.action.token_ids) // BLOCK_TOKENS)
+        end = -(-self.kept // BLOCK_TOKENS)
         if computation.stopped:
             computation.tell(prefill_events.ComputingStopped)
         elif self.failure:
@@ -168,7 +181,8 @@ class StandIn:
             for slot, key in zip(self.reference.slots, named, strict=True):
                 self.strange |= computation.memory[slot][layer] != key
             for block in range(first, end):
-                computation.store(block, layer, STOOD_IN + computation.text.mark(block))
+                kept = KEPT if self.reference.retain_percent else b""
+                computation.store(block, layer, STOOD_IN + kept + computation.text.mark(block))
             computation.tell(prefill_events.LayerStored, layer=layer, first_block=first, blocks=end - first)
             self.worker.later(computation.pace_ns, lambda: self.step(layer + 1))
 
@@ -176,12 +190,14 @@ class StandIn:
         """The shell asks whether the slots that were read are still the order's."""
         worker, order_id = self.worker, self.computation.order_id
         owner, kind = Owner(reference_hold(order_id), worker.process_id), prefill_events.PromptComputed
-        reuse = SimilarReuse(tokens=1, computed_tokens=1, resemblance=100)
+        retained = self.kept if self.reference.retain_percent else 0
+        reuse = SimilarReuse(tokens=1, computed_tokens=1, resemblance=100, retained_tokens=retained)
 
         def work() -> None:
             worker.store.guard.hold(owner)
             assert not self.strange, ("I96 read other bytes", order_id)
             worker.net.counts["similar prompts stood in"] += 1
+            worker.net.counts["prompts with tokens left out"] += retained > 0
             now_ns = worker.net.now_ns
             worker.soon(worker.net.lag_ns(), kind, order_id=order_id, finished_at_ns=now_ns, similar=reuse)
 

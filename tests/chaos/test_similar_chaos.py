@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from halfmoon.conductor.core.state.similar_index import KnownPrompt, SimilarIndex
+from halfmoon.store.kv_arrival import KvArrival
 from halfmoon.workers.decode import orders as decode_orders
 from halfmoon.workers.prefill import job
 from halfmoon.workers.prefill.events import ReferenceLost
@@ -18,7 +19,7 @@ from tests.chaos.searching import fails, shows
 
 
 def test_worlds_keep_their_promises() -> None:
-    shows(["similar prompts stood in", "references lost"], "similar")
+    shows(["similar prompts stood in", "references lost", "prompts with tokens left out"], "similar")
 
 
 def anybodys_prompt_stands_in(self: Any, tenant: str, sketch: bytes, least: int) -> Iterator[tuple[int, Any]]:
@@ -46,12 +47,17 @@ def who_computes_is_not_told_that_it_is_lost(self: Any, event: Any, out: Any, *,
         whole_step(self, event, out, computing=computing)
 
 
+def blocks_that_were_left_out_are_waited_for(self: Any, blocks: int) -> None:
+    pass
+
+
 whole_like = SimilarIndex.like
 whole_shares, whole_step = decode_orders.shares_generated, ReferenceJob.step
 PLANTED = [
     (SimilarIndex, "like", anybodys_prompt_stands_in, "I117 "),
     (job, "shared_keys", what_stood_in_has_keys, "I99 "),
     (decode_orders, "shares_generated", what_is_generated_behind_it_is_shared, "I118 "),
+    (KvArrival, "expect", blocks_that_were_left_out_are_waited_for, "I63 |I87 "),
     (ReferenceJob, "step", who_computes_is_not_told_that_it_is_lost, "I87 orders at [pd]|I87 .*held at n-p"),
 ]
 

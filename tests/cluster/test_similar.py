@@ -152,6 +152,28 @@ async def test_tenants_and_salts_are_apart(cluster: Cluster, nc: Any) -> None:
     assert again["usage"]["similar_tokens"] > 0
 
 
+async def test_fewer_tokens_go_to_the_decode_worker_and_it_goes_on(
+    cluster: Cluster, nc: Any, tmp_path: Path
+) -> None:
+    ids = document(6)
+    await known(cluster, nc, ids)
+    went = {}
+    for retain in (1, 0.5):
+        kv = {"similar": True, "retain": retain}
+        answer = await cluster.generate(
+            nc, prompt=near(ids, 6), max_tokens=20, temperature=0, ignore_eos=True, kv=kv
+        )
+        went[retain] = await prefill_of(cluster, (await last_order(cluster)).request_id), answer
+    (all_of_it, whole), (half, fewer) = went[1], went[0.5]
+    assert whole["usage"]["similar_retained_tokens"] == 0
+    assert fewer["usage"]["similar_retained_tokens"] == LENGTH // 2
+    assert half.pushed_bytes * 2 == all_of_it.pushed_bytes
+    assert len(fewer["token_ids"]) == 20, "another block was taken on the way"
+    assert fewer["token_ids"][0] == whole["token_ids"][0]
+    assert "identical" in replayed(cluster, tmp_path)
+    await nothing_held(cluster)
+
+
 async def test_a_store_that_dies_costs_computing(cluster: Cluster, nc: Any, tmp_path: Path) -> None:
     ids = document(5)
     worker = await known(cluster, nc, ids)

@@ -39,6 +39,7 @@ from halfmoon.schemas.similar import SHINGLE_TOKENS, SimilarReuse, bands_of, res
 ROOT = b"r" * 16
 FAST = Layout(**{name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | {"numerics": "fast"})
 REUSE = SimilarReuse(tokens=800, computed_tokens=300, resemblance=70)
+KEPT = SimilarReuse(tokens=800, computed_tokens=300, resemblance=70, retained_tokens=610)
 
 
 def tokens(count: int = 1_000, seed: int = 1) -> list[int]:
@@ -217,9 +218,31 @@ def test_what_stood_in_is_no_reference_and_teaches_no_cost() -> None:
     )
 
 
+def test_what_is_left_out_needs_no_room_at_the_decode_worker() -> None:
+    script = cluster()
+    ids = after_one(script)
+    order = asked(script, "r2", edited(ids, 10), seed=2, max_tokens=100)
+    worker = script.core.state.workers["d0"]
+    assert worker.batch is not None
+    blocks, context = worker.reserved_blocks, worker.batch.context_tokens
+    event = prefilled(order.order_id, "r2", similar=KEPT, prompt_tokens=1_000)
+    script(event)
+    assert (blocks - worker.reserved_blocks, context - worker.batch.context_tokens) == (3, 390)
+    script(event)
+    assert (blocks - worker.reserved_blocks, context - worker.batch.context_tokens) == (3, 390), (
+        "counted twice"
+    )
+    script(finished(order.order_id, "r2"))
+    assert (worker.reserved_blocks, worker.batch.context_tokens) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("similar", "told"),
-    [(REUSE, "for 800 tokens, 300 computed on the mean over layers"), (None, "it was not used")],
+    [
+        (REUSE, "for 800 tokens, 300 computed on the mean over layers"),
+        (KEPT, "; each layer keeps 610 tokens of the prompt"),
+        (None, "it was not used"),
+    ],
 )
 def test_an_explanation_says_what_stood_in(similar: SimilarReuse | None, told: str) -> None:
     script = cluster()

@@ -142,6 +142,70 @@ def test_a_prefill_workers_clock_that_is_set_wrong_shows_in_no_duration(step_ns:
     assert started == Report(DecodeStarted(**names(), wait_ns=3 * MS)), started
 
 
+# --- fewer tokens than the prompt has -----------------------------------------------------------------------
+
+
+def kept(number: int, retained: int) -> Any:
+    reuse = SimilarReuse(tokens=10, computed_tokens=5, resemblance=90, retained_tokens=retained)
+    return msgspec.structs.replace(result(f"{number}-1"), similar=reuse)
+
+
+@pytest.mark.parametrize("when", ["first", "between", "last"])
+def test_blocks_of_tokens_that_were_left_out_are_not_waited_for(when: str) -> None:
+    """Whatever comes first. The prompt has four blocks, of which two come."""
+    script = Script(kv_blocks=4)
+    script.give(order(prompt_tokens=14, max_tokens=9), reply(14))
+    said = [opened("1-1", 20, 21, 22, 23), ready("1-1", 0), ready("1-1", 1)]
+    said.insert({"first": 0, "between": 2, "last": 3}[when], kept(1, 7))
+    actions = script.hear(*said)
+    for action in list(actions):
+        if isinstance(action, CopyLayers):
+            actions += script.on(events.LayersCopied, copy_id=action.copy_id)
+    one = script.sequence()
+    assert one.loaded
+    assert (one.left_out, one.length, one.position, len(one.table)) == (7, 7, 14, 2)
+    assert script.state.kv_blocks_used == 2
+    assert any(isinstance(action, Release) for action in actions)
+    script.on(events.EngineIdled)
+    for token in range(5):
+        step(script, token)
+        # The bus repeats messages: blocks of generated tokens stay.
+        script.hear(kept(1, 7))
+    # 7 + 5 tokens and the next; all of the prompt would have taken a fifth block.
+    assert (one.length, one.position, len(one.table)) == (12, 19, 4)
+    assert script.state.kv_blocks_used == 4
+
+
+def test_room_that_is_not_needed_goes_to_a_prompt_that_waits_for_it() -> None:
+    script = Script(kv_blocks=5)
+    script.give(order(prompt_tokens=14), reply(14))
+    script.hear(opened("1-1", 20, 21, 22, 23), ready("1-1", 0, 0, 1))
+    assert script.state.kv_blocks_used == 4
+    script.give(order(2), reply())
+    assert not [one for one in script.hear(*filled(2)) if isinstance(one, CopyLayers)]
+    copies = [one.copies for one in script.hear(kept(1, 7)) if isinstance(one, CopyLayers)]
+    assert [slot for some in copies for _, slot, _ in some] == [20, 21, 20, 21]
+    assert script.state.kv_blocks_used == 4
+    script.state.validate()
+
+
+def test_a_sequence_with_fewer_tokens_takes_its_next_block_later() -> None:
+    script = Script(kv_blocks=4)
+    script.give(order(prompt_tokens=14, max_tokens=9), reply(14))
+    for action in script.hear(opened("1-1", 20, 21, 22, 23), kept(1, 7), ready("1-1", 0), ready("1-1", 1)):
+        if isinstance(action, CopyLayers):
+            script.on(events.LayersCopied, copy_id=action.copy_id)
+    one = script.sequence()
+    script.on(events.EngineIdled)
+    loaded(script, 2, prompt=7, max_tokens=9)
+    # The first one's eighth token takes a third block, and the last to join gives its own.
+    assert SwapOut([2, 3]) in step(script, 1)
+    script.on(events.SwappedOut, held=None)
+    script.on(events.EngineIdled)
+    assert (one.length, one.position, len(one.table)) == (8, 15, 3)
+    assert (script.sequence("2-1").held_blocks, script.state.kv_blocks_used) == (2, 3)
+
+
 # --- the whole way of a request -----------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ LAYOUT = Layout(
 
 def runs(tokens: int) -> list[LayerRun]:
     """Of a prompt of one chunk, whose layers come one after the other."""
-    waiting = LayerRuns(LAYOUT, tokens, streamed=True)
+    waiting = LayerRuns(LAYOUT, tokens)
     sent = [run for layer in range(LAYERS) for run in waiting.add(layer, 0, LAYOUT.blocks(tokens))]
     assert waiting.rest() == []
     return sent
@@ -45,7 +45,8 @@ def test_a_run_is_as_long_as_it_is_worth_a_message(tokens: int, messages: int) -
 
 
 def test_layers_that_are_not_streamed_wait_for_the_end() -> None:
-    waiting = LayerRuns(LAYOUT, 4_000, streamed=False)
+    waiting = LayerRuns(LAYOUT, 4_000)
+    waiting.begin(streamed=False)
     assert [waiting.add(layer, 0, 1) for layer in range(LAYERS)] == [[]] * LAYERS
     assert waiting.rest() == [LayerRun(layer, 1, 0, 1) for layer in range(LAYERS)]
     assert waiting.rest() == []
@@ -54,7 +55,7 @@ def test_layers_that_are_not_streamed_wait_for_the_end() -> None:
 @given(st.permutations([(layer, block) for layer in range(6) for block in range(2)]), st.integers(257, 512))
 def test_in_whatever_order_layers_come_each_is_sent_once(order: list[tuple[int, int]], tokens: int) -> None:
     """As the layers of a group's stages do, and those of a prefix while others are computed."""
-    waiting = LayerRuns(LAYOUT, tokens, streamed=True)
+    waiting = LayerRuns(LAYOUT, tokens)
     sent = [run for layer, block in order for run in waiting.add(layer, block, 1)] + waiting.rest()
     told = [(layer, run.first_block) for run in sent for layer in range(run.layer, run.layer + run.layers)]
     assert sorted(told) == sorted(order)

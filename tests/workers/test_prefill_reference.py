@@ -22,12 +22,14 @@ from halfmoon.workers.prefill.actions import (
     ReferenceSlots,
     ReserveReference,
     ReserveSlots,
+    SendLayer,
     SendResult,
 )
 from halfmoon.workers.prefill.events import (
     ChunkStored,
     FetchFailed,
     FirstTokenDrawn,
+    LayerStored,
     PrefillOrdered,
     PromptComputed,
     PushClosed,
@@ -139,3 +141,20 @@ def test_the_answer_says_what_stood_in() -> None:
     (finished,) = script.reports()
     assert isinstance(finished, PrefillFinished)
     assert result.similar == finished.similar == REUSE
+
+
+@pytest.mark.parametrize("percent", [0, 60])
+def test_layers_of_which_tokens_were_left_out_go_when_all_are_computed(percent: int) -> None:
+    """A reference that is lost on the way has all computed in their places: nobody may have copied anything before."""
+    script = Script()
+    script(PrefillOrdered, order=replace(order(), reference=REFERENCE))
+    script(TokensTaken, reply=replace(reply(tenant="t"), retain_percent=percent))
+    script(SlotsReserved, slots=[4, 5, 6], present=[])
+    script(ReferenceReserved, slots=[7, 8, 9], present=[0, 1, 2])
+    made = computed(script(PushOpened))
+    assert made.reference == slots(fetched_layer=LAYERS - 1, retain_percent=percent)
+    stored = [script(LayerStored, layer=layer, first_block=0, blocks=2) for layer in range(LAYERS)]
+    behind = script(PromptComputed, finished_at_ns=1, similar=REUSE)
+    sent = [[one for one in some if isinstance(one, SendLayer)] for some in (*stored, behind)]
+    assert sum(map(len, sent[:-1])) == (0 if percent else 1)
+    assert len(sent[-1]) == (LAYERS if percent else 0)

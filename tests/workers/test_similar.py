@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ import torch
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.layer_hooks import LayerHooks
 from halfmoon.workers.model.loading.files import LoadedModel
+from halfmoon.workers.model.similar import selective
 from halfmoon.workers.model.similar.matching import UNKNOWN, Matching, match_runs, same_tokens
+from halfmoon.workers.model.similar.retention import most_attended
 from halfmoon.workers.model.similar.selective import (
     NotAlike,
     Schedule,
@@ -65,14 +68,15 @@ def stand_in(
     start: int = 0,
     schedule: Schedule | None = None,
     matching: Matching | None = None,
+    keep: int = 0,
 ) -> SelectiveResult:
     """The prompt with the reference's KV, whose own prefix is computed whole up to `start`."""
     prefilled(engine, reference, REFERENCE)
     kv = cached(engine, REFERENCE, len(reference))
     if start:
         prefilled(engine, prompt[:start], PROMPT)
-    selective = SelectivePrefill(engine, prompt, start, PROMPT, schedule=schedule, matching=matching)
-    made = selective.run(kv.__getitem__)
+    prefill = SelectivePrefill(engine, prompt, start, PROMPT, schedule=schedule, matching=matching, keep=keep)
+    made = prefill.run(kv.__getitem__)
     assert made is not None
     return made
 
@@ -294,14 +298,77 @@ def test_a_reference_that_is_not_like_it_is_refused(engine: Engine, words: list[
         stand_in(engine, words[:TOKENS], words[1_000:1_300])
 
 
+# --- fewer tokens -------------------------------------------------------------------------------------------
+
+
+def test_each_layer_keeps_its_own_tokens_in_order_and_without_gaps(
+    engine: Engine, words: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, prefix, keep = words[:TOKENS], 100, 70
+    kept: list[Tensor] = []
+
+    def judged(*asked: Any) -> Tensor:
+        kept.append(most_attended(*asked))
+        return kept[-1]
+
+    monkeypatch.setattr(selective, "most_attended", judged)
+    whole = stand_in(engine, prompt, prompt, start=prefix)
+    every = cached(engine, PROMPT, TOKENS)
+    assert not kept
+    made = stand_in(engine, prompt, prompt, start=prefix, keep=keep)
+    assert torch.equal(made.logits, whole.logits), "what is left out is left out of decoding alone"
+    assert len({tuple(places.tolist()) for places in kept}) > 1, "all layers keep the same"
+    for places, (k, v), (own_k, own_v) in zip(
+        kept, every, cached(engine, PROMPT, prefix + keep), strict=True
+    ):
+        there = torch.cat([torch.arange(prefix), prefix + places])
+        assert places.tolist() == sorted(set(places.tolist()))
+        assert TOKENS - prefix - 1 in places
+        assert torch.equal(own_k, k[there])
+        assert torch.equal(own_v, v[there])
+
+
+def test_decoding_attends_to_what_is_kept_from_the_place_in_the_text(
+    engine: Engine, words: list[int]
+) -> None:
+    prompt, keep, following = words[:TOKENS], 150, words[TOKENS : TOKENS + 3]
+    stand_in(engine, prompt, prompt, keep=keep)
+    past = cached(engine, PROMPT, keep)
+    wanted = dense(engine, following, TOKENS, past)
+    for step, token in enumerate(following):
+        (row,) = engine.decode([token], [TOKENS + step], [PROMPT], lengths=[keep + step])
+        torch.testing.assert_close(row, wanted[step], atol=2e-3, rtol=1e-3)
+    (row,) = engine.decode(following[:1], [keep], [PROMPT])
+    assert divergence(row, wanted[0]) > 1e-4, "its place in the text does not count"
+
+
+@torch.inference_mode()
+def dense(engine: Engine, ids: Sequence[int], position: int, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Logits behind each of these tokens, the first at `position`, which attend to `past` and to each other."""
+    model = engine.transformer
+    cos, sin = model.rotary.rows(torch.arange(position, position + len(ids)))
+    x = model.embed(torch.tensor(ids))
+    for layer, (old_k, old_v) in zip(model.layers, past, strict=True):
+        q, k, v = layer.project(x, cos, sin)
+        keys, values = torch.cat([old_k, k]), torch.cat([old_v, v])
+        seen = torch.ones(len(ids), len(keys), dtype=torch.bool).tril(len(old_k))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *(part.transpose(0, 1).unsqueeze(0) for part in (q, keys, values)),
+            attn_mask=seen,
+            enable_gqa=True,
+        )
+        x = layer.finish(x, attended[0].transpose(0, 1).reshape(len(ids), -1))
+    return model.logits(x)
+
+
 # --- the end -----------------------------------------------------------------------------------------------
 
 
 def test_it_stops_between_layers(engine: Engine, words: list[int]) -> None:
     prefilled(engine, words[:TOKENS], REFERENCE)
     kv, stored = cached(engine, REFERENCE, TOKENS), []
-    selective = SelectivePrefill(engine, words[:TOKENS], 0, PROMPT)
+    prefill = SelectivePrefill(engine, words[:TOKENS], 0, PROMPT)
     hooks = LayerHooks(after_layer=stored.append, should_stop=lambda: len(stored) == 3)
-    made = selective.run(kv.__getitem__, hooks)
+    made = prefill.run(kv.__getitem__, hooks)
     assert made is None
     assert stored == [0, 1, 2]

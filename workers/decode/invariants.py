@@ -145,7 +145,7 @@ def _check_sequence(orders: Orders, sequence: DecodeSequence, copies: list[int])
         # Its lease must last until the KV is here, and no longer.
         assert sequence.released == complete, ("I65 lease", order_id, sequence.released, complete)
     if sequence.stage is Stage.WAITING:
-        blocks, whole = len(sequence.table), len(kv.slots) if layout.layers else 0
+        blocks, whole = len(sequence.table), kv.blocks if layout.layers else 0
         assert blocks in (0, whole), (
             "I63 blocks of a prompt",
             order_id,

@@ -196,6 +196,9 @@ class Orders:
                     return
                 sequence.result = message
                 sequence.result_ns = sequence.result_ns or self.now_ns
+                if spare := sequence.leave_out(self.layout):
+                    self.blocks.free(spare)
+                    self.blocks_freed()
             case TransferFailed():
                 self._fail(sequence, f"transfer: {message.reason}", retryable=True)
                 return
@@ -266,7 +269,7 @@ class Orders:
         if not kv.readable:
             return
         if not sequence.table:
-            own = len(kv.slots) - kv.away
+            own = kv.blocks - kv.away
             if not self.blocks.can_allocate(own):
                 return
             sequence.place(self.blocks.allocate(own))

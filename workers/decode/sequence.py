@@ -83,6 +83,8 @@ class DecodeSequence:
         self.table: list[int] = []
         self.held_blocks = 0
         self.held: object = None
+        #: Tokens of the prompt that no layer keeps the KV of.
+        self.left_out = 0
         # What was generated.
         self.output: list[int] = []
         self.tokens: list[SampledToken] = []
@@ -98,6 +100,11 @@ class DecodeSequence:
     @property
     def length(self) -> int:
         """Tokens whose KV is in the cache once the next step's input has been written, less one."""
+        return self.position - self.left_out
+
+    @property
+    def position(self) -> int:
+        """Where the next step's input stands in the text."""
         return self.prompt_tokens + len(self.output) - 1
 
     @property
@@ -139,6 +146,19 @@ class DecodeSequence:
     def place(self, blocks: list[int]) -> None:
         """These are its own; the blocks before them are elsewhere."""
         self.table = [AWAY] * self.away + blocks
+
+    def leave_out(self, layout: Layout) -> list[int]:
+        """Expect no KV of the tokens that the prefill worker has left out. Blocks of `table` that are to spare."""
+        reuse = self.result.similar if self.result is not None else None
+        # The result may come again, when the table has blocks of generated tokens already.
+        if reuse is None or not 0 < reuse.retained_tokens < self.order.prompt_tokens or self.left_out:
+            return []
+        self.left_out = self.order.prompt_tokens - reuse.retained_tokens
+        blocks = layout.blocks(reuse.retained_tokens)
+        self.kv.expect(blocks)
+        spare = self.table[blocks:]
+        del self.table[blocks:]
+        return spare
 
     def take(self, reply: TakeReply, eos_ids: frozenset[int]) -> None:
         """The frontend's answer; `eos_ids` end the text unless the request ignores them."""

@@ -25,7 +25,10 @@ def next_tokens(
         logits = borrower.decode(batch)
     else:
         logits = engine.decode(
-            [s.output[-1] for s in batch], [s.length for s in batch], [s.table for s in batch]
+            [s.output[-1] for s in batch],
+            [s.position for s in batch],
+            [s.table for s in batch],
+            lengths=[s.length for s in batch],
         )
     requests = [request_of(engine, s.params, s.sampling, s.prompt, s.output, name=s.order_id) for s in batch]
     sampled = engine.sample_rows(logits, requests)

@@ -307,8 +307,10 @@ class Engine:
         elsewhere: Sequence[PartsElsewhere | CacheElsewhere | None] = (),
         *,
         groups: int = 1,
+        lengths: Sequence[int] = (),
     ) -> Tensor:
-        """One token of each sequence: f32 `[batch, vocab]`. Writes the KV of each token at its position.
+        """One token of each sequence: f32 `[batch, vocab]`. Writes the KV of each token behind `lengths` cached ones:
+        as many as its position, unless the KV of some was left out.
 
         In exact mode KV may be elsewhere: segments whose blocks are AWAY in a table, or all of it, where the tables of
         these sequences are not looked at. `elsewhere` has one for each of `groups_of(batch, groups)`, whose rows it
@@ -317,6 +319,7 @@ class Engine:
         """
         batch = len(token_ids)
         assert batch == len(positions) == len(block_tables) > 0, (batch, len(positions), len(block_tables))
+        assert len(lengths) in (0, batch), (batch, len(lengths))
         cuts = self.groups_of(batch, groups)
         assert not elsewhere or (self.exact and len(elsewhere) == len(cuts)), (batch, len(elsewhere))
         steps: list[Generator[None, None, Tensor]] = []
@@ -324,7 +327,8 @@ class Engine:
             if isinstance(others, CacheElsewhere):
                 steps.append(self._decode_away(token_ids[rows], positions[rows], others))
             else:
-                steps.append(self._decode_rows(token_ids[rows], positions[rows], block_tables[rows], others))
+                inputs = token_ids[rows], positions[rows], block_tables[rows]
+                steps.append(self._decode_rows(*inputs, others, lengths=lengths[rows]))
         try:
             logits = in_turn(steps) if elsewhere else [in_turn([step])[0] for step in steps]
         except BaseException:
@@ -346,12 +350,15 @@ class Engine:
         positions: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         elsewhere: PartsElsewhere | None = None,
+        *,
+        lengths: Sequence[int] = (),
     ) -> Generator[None, None, Tensor]:
         """Logits; yields in each layer when the questions to others are under way, and its own part is done."""
         batch = len(token_ids)
-        slots = self._slots(block_tables, positions)
+        lengths = lengths or positions
+        slots = self._slots(block_tables, lengths)
         x, cos, sin, attended = self._enter_decode(token_ids, positions)
-        plan = self._plan(block_tables, [1] * batch, [position + 1 for position in positions], elsewhere)
+        plan = self._plan(block_tables, [1] * batch, [length + 1 for length in lengths], elsewhere)
         for i, layer in enumerate(self._model.layers):
             q, k, v = layer.project(x, cos, sin)
             if elsewhere is not None:

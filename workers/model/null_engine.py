@@ -99,7 +99,12 @@ class NullEngine:
         return self._token_after(start + count - 1) if want_logits else None
 
     def decode(
-        self, token_ids: Sequence[int], positions: Sequence[int], block_tables: Sequence[Sequence[int]]
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        *,
+        lengths: Sequence[int] = (),
     ) -> list[NullRow]:
         assert len(token_ids) == len(positions) == len(block_tables) > 0, (len(token_ids), len(positions))
         return [self._token_after(position) for position in positions]

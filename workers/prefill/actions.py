@@ -102,6 +102,8 @@ class ReferenceSlots(msgspec.Struct, frozen=True, kw_only=True):
     first_token: int
     fetched_layer: int
     resemblance: int
+    #: Of the tokens from `first_token` on, each layer keeps so many percent; 0: all.
+    retain_percent: int = 0
 
 
 class ComputePrompt(msgspec.Struct, frozen=True, kw_only=True):

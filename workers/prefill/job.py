@@ -56,7 +56,7 @@ from halfmoon.workers.prefill.events import (
     StepOfOrder,
 )
 from halfmoon.workers.prefill.layer_runs import LayerRun, LayerRuns
-from halfmoon.workers.prefill.prompt_chunks import prompt_to_compute, shared_keys
+from halfmoon.workers.prefill.prompt_chunks import prompt_to_compute, shared_keys, streams_layers
 from halfmoon.workers.prefill.reference_job import reference_of
 from halfmoon.workers.prefill.stages import WAITING_STAGES, JobRules, PrefillStage
 
@@ -104,7 +104,7 @@ class Job:
         #: Wall clock.
         self.finished_at_ns = 0
         #: To be pushed; where layers are not streamed, after the last one.
-        self.runs = LayerRuns(rules.layout, order.prompt_tokens, streamed=rules.stream_layers)
+        self.runs = LayerRuns(rules.layout, order.prompt_tokens)
         self.result: PrefillResult | None = None
         #: Workers and their layers; []: this worker computes all of them.
         self.stages = order.stages
@@ -373,7 +373,7 @@ class Job:
 
     def _compute(self, out: Actions) -> None:
         self.stage = PrefillStage.COMPUTING
-        self.runs.rest()
+        self.runs.begin(streamed=streams_layers(self))
         out.append(prompt_to_compute(self))
 
     def _compute_without_fetch(self, reason: str, out: Actions) -> None:
@@ -386,7 +386,7 @@ class Job:
 
     def _prefix_layer_loaded(self, layer: int, out: Actions) -> None:
         last = self.rules.layout.layers - 1
-        if self.rules.stream_layers:
+        if streams_layers(self):
             self._push(self.runs.add(layer, 0, self.prefix_blocks), out)
         elif layer == last:
             self._push([LayerRun(every, 1, 0, self.prefix_blocks) for every in range(last + 1)], out)

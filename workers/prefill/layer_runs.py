@@ -22,14 +22,19 @@ class LayerRun(NamedTuple):
 class LayerRuns:
     """Gathers layers that follow each other until they are worth a message; the last layer waits for nothing.
 
-    `tokens`: of the prompt. What is not `streamed` waits for the end, layer by layer.
+    `tokens`: of the prompt.
     """
 
-    def __init__(self, layout: Layout, tokens: int, *, streamed: bool) -> None:
+    def __init__(self, layout: Layout, tokens: int) -> None:
         self._layout = layout
         self._tokens = tokens
-        self._streamed = streamed
+        self._streamed = True
         self._waiting: list[LayerRun] = []
+
+    def begin(self, *, streamed: bool) -> None:
+        """Forget what waits. What is not `streamed` from now on waits for the end, layer by layer."""
+        self._waiting = []
+        self._streamed = streamed
 
     def add(self, layer: int, first_block: int, blocks: int) -> list[LayerRun]:
         """One more layer is readable; what is to be sent now."""

@@ -48,6 +48,16 @@ def shared_keys(order: StartPrefill, reply: TakeReply) -> bytes:
     return reply.block_keys[: order.exact_blocks * KEY_BYTES]
 
 
+def streams_layers(job: Prepared) -> bool:
+    """Whether each layer goes to the decode node once it is computed.
+
+    Where tokens are left out, no layer does before all are computed: a reference that is lost on the way has all tokens
+    computed in their own places, and the decode worker does not copy a layer twice.
+    """
+    leaves_out = job.reference is not None and job.reply.retain_percent > 0
+    return job.rules.stream_layers and not leaves_out
+
+
 def prompt_to_compute(job: Prepared) -> ComputePrompt:
     """All that is not cached."""
     order, block_tokens = job.order, job.rules.layout.block_tokens
@@ -57,7 +67,7 @@ def prompt_to_compute(job: Prepared) -> ComputePrompt:
     if job.reference is not None and job.reply.sampling.prompt_logprobs < 0:
         # What was to be cached and is not has keys: it is computed whole.
         exact = min(order.exact_blocks, job.usable_blocks)
-        reference = job.reference.slots(max(begin, exact * block_tokens))
+        reference = job.reference.slots(max(begin, exact * block_tokens), job.reply.retain_percent)
     cut = total if reference is None else reference.first_token
     starts = [*range(begin, cut, chunk_tokens), *range(cut, total, chunk_tokens)]
     return ComputePrompt(

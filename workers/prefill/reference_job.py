@@ -62,7 +62,7 @@ class ReferenceJob:
             case _:
                 assert_never(event)
 
-    def slots(self, first_token: int) -> ReferenceSlots | None:
+    def slots(self, first_token: int, retain_percent: int) -> ReferenceSlots | None:
         """As a computation that begins now is told; None: there is nothing to wait for."""
         if self._lost or not self._slots:
             self._lost = True  # what comes of it later comes too late
@@ -72,6 +72,7 @@ class ReferenceJob:
             first_token=first_token,
             fetched_layer=self._layer,
             resemblance=self._reference.resemblance,
+            retain_percent=retain_percent,
         )
 
     def _reserved(self, event: ReferenceReserved, out: Actions) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from halfmoon.schemas.similar import SimilarReuse
+from halfmoon.schemas.similar import SimilarReuse, kept_tokens
 from halfmoon.workers.model.layer_hooks import LayerHooks
 from halfmoon.workers.model.similar.selective import NotAlike, ReferenceLayer, SelectivePrefill
 from halfmoon.workers.prefill.actions import ReferenceSlots
@@ -51,7 +51,8 @@ def compute_similar(
 
     Raises ReferenceMissing, and what the hooks raise.
     """
-    prefill = SelectivePrefill(engine, token_ids, reference.first_token, block_table)
+    keep = kept_tokens(len(token_ids) - reference.first_token, reference.retain_percent)
+    prefill = SelectivePrefill(engine, token_ids, reference.first_token, block_table, keep=keep)
     try:
         result = prefill.run(read, hooks)
     except NotAlike as problem:
@@ -59,5 +60,8 @@ def compute_similar(
     if result is None:
         return None
     return result.logits, SimilarReuse(
-        tokens=result.found, computed_tokens=result.computed_tokens, resemblance=reference.resemblance
+        tokens=result.found,
+        computed_tokens=result.computed_tokens,
+        resemblance=reference.resemblance,
+        retained_tokens=reference.first_token + keep if reference.retain_percent else 0,
     )

@@ -43,6 +43,7 @@ def similar_usage(firsts: Sequence[OpenRequest]) -> dict[str, int]:
         "similar_tokens": sum(reuse.tokens for reuse in reuses),
         "similar_computed_tokens": sum(reuse.computed_tokens for reuse in reuses),
         "similar_resemblance": min((reuse.resemblance for reuse in reuses), default=0),
+        "similar_retained_tokens": sum(reuse.retained_tokens for reuse in reuses),
     }
 
 

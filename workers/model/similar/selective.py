@@ -24,6 +24,7 @@ from halfmoon.workers.model.attention.kernel import Attention, LayerCache
 from halfmoon.workers.model.layer_hooks import NO_HOOKS, LayerHooks
 from halfmoon.workers.model.paged_cache import PagedCache
 from halfmoon.workers.model.similar.matching import Matching, match_runs, same_tokens
+from halfmoon.workers.model.similar.retention import most_attended
 from halfmoon.workers.model.transformer import Rotary, Transformer, rotate
 
 Tensor = torch.Tensor
@@ -100,13 +101,17 @@ class SelectivePrefill:
         *,
         schedule: Schedule | None = None,
         matching: Matching | None = None,
+        keep: int = 0,
     ) -> None:
-        """`matching`: which tokens stand in; None: those of the runs that both have."""
+        """`matching`: which tokens stand in; None: those of the runs that both have. `keep`: of the tokens from `start`
+        on, each layer keeps so many in the cache, in order and without gaps; 0: all, in their places.
+        """
         self._model, self._cache, self._attention = engine.transformer, engine.cache, engine.attention
         self._token_ids, self._start, self._table = token_ids, start, block_table
         self._schedule = schedule or Schedule()
         self._matching = matching
         self._positions = torch.arange(start, len(token_ids), device=self._model.device)
+        self._keep = keep or len(self._positions)
 
     @torch.inference_mode()
     def run(self, reference: ReferenceLayer, hooks: LayerHooks = NO_HOOKS) -> SelectiveResult | None:
@@ -130,6 +135,7 @@ class SelectivePrefill:
                 matching = (matching or self._match(v, reference(0)[1])).on(model.device)
                 found = matching.found
                 attended = self._attend_all(q, k, v)
+                keys = self._cache.k[0].flatten(0, 1)[every]
             else:
                 assert matching is not None
                 old_k, old_v = self._standing_in(reference(i), matching)
@@ -143,6 +149,7 @@ class SelectivePrefill:
                 rows, q, x = rows[kept], q[kept], x[kept]
                 keys, values = (cache[i].flatten(0, 1)[every] for cache in (self._cache.k, self._cache.v))
                 attended = attend_rows(q, keys, values, self._positions[rows])
+            self._leave_out(i, q, keys, self._positions[rows], slots)
             if hooks.after_layer is not None:
                 if model.device.type == "cuda":
                     torch.cuda.synchronize(model.device)
@@ -150,6 +157,14 @@ class SelectivePrefill:
             computed.append(len(rows))
             x = layer.finish(x, attended.reshape(len(rows), -1))
         return SelectiveResult(model.logits(x[-1:])[0], found, computed)
+
+    def _leave_out(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Move what is kept of this layer's KV to the first of its slots. `q`: of the rows at `positions`."""
+        if self._keep == len(slots):
+            return
+        kept = most_attended(q, keys, positions, self._start, self._keep)
+        for cache in (self._cache.k[layer].flatten(0, 1), self._cache.v[layer].flatten(0, 1)):
+            cache.index_copy_(0, slots[: len(kept)], cache[slots[kept]])
 
     def _match(self, values: Tensor, reference_values: Tensor) -> Matching:
         prompt = self._token_ids
