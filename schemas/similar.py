@@ -1,4 +1,4 @@
-"""Prompts that are alike but not equal: how alike two are, and what of one stood in for another.
+"""Prompts that are alike but not equal: how alike two are, what of one stood in for another, and documents in them.
 
 A prompt's *sketch* is a sample of its shingles (runs of a few tokens): the share of samples that two sketches have in
 common is about the share of shingles that the prompts have in common. The root of the prompt's block keys goes into
@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
+import xxhash
 from msgspec import Meta
 
-from halfmoon.schemas.types import BlockKeys, Id, Part, Tokens
+from halfmoon.schemas.types import KEY_BYTES, BlockKeys, Blocks, Id, Part, Tokens
 
 #: Tokens of a shingle: fewer and unrelated texts share some; more and every edit costs many.
 SHINGLE_TOKENS = 4
@@ -45,10 +46,27 @@ Sketch = Annotated[
 ]
 
 
-class Reference(Part, frozen=True):
-    """A prompt whose KV may stand in for another's: `node_id` has these blocks of it, from the first on.
+#: That a request may name, and the least tokens of one: what is trimmed of its ends must leave most of it.
+DOCUMENTS_MAX, DOCUMENT_TOKENS_MIN = 32, 32
+#: A text's first and last tokens may be others where other text is beside it.
+_END_TOKENS = 4
 
-    `resemblance`: percent of shingles in common, as the sketches tell.
+
+class NamedDocument(Part, frozen=True):
+    """A part of a prompt that others may have too. `name`: a hash of the root of the prompt's block keys and of the
+    document's tokens.
+    """
+
+    name: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    first_token: Tokens
+    tokens: Tokens
+
+
+class Reference(Part, frozen=True):
+    """A prompt whose KV may stand in for another's: `node_id` has these blocks of it, from `first_block` on.
+
+    `resemblance`: percent of shingles in common, as the sketches tell; of documents, percent of the tokens behind the
+    exact prefix.
     """
 
     node_id: Id
@@ -56,6 +74,15 @@ class Reference(Part, frozen=True):
     resemblance: Annotated[int, Meta(ge=0, le=100)]
     #: Other nodes that have all of them, for the case that this one fails.
     replicas: list[Id] = []
+    first_block: Blocks = 0
+    #: It is of a document that the request names; `others`: of further ones. No block is in two of them.
+    named: bool = False
+    others: list[Reference] = []
+
+    @property
+    def parts(self) -> list[Reference]:
+        """This one, and those of further documents."""
+        return [self, *self.others]
 
 
 class SimilarReuse(Part, frozen=True):
@@ -75,7 +102,11 @@ def expected_reuse(tokens: int, resemblance: int) -> SimilarReuse:
     """The share `2r / (1 + r)` of these tokens is in a reference where the share r of all shingles is common to both.
     The others are computed in every layer, and those to `_FOUND_PERCENT`, since they stand behind other tokens.
     """
-    found = tokens * 200 * resemblance // (100 * (100 + resemblance))
+    return reuse_of(tokens, tokens * 200 * resemblance // (100 * (100 + resemblance)), resemblance)
+
+
+def reuse_of(tokens: int, found: int, resemblance: int) -> SimilarReuse:
+    """`found` of these tokens are in a reference."""
     return SimilarReuse(
         tokens=found,
         computed_tokens=tokens - found + found * _FOUND_PERCENT // 100,
@@ -86,6 +117,24 @@ def expected_reuse(tokens: int, resemblance: int) -> SimilarReuse:
 def kept_tokens(tokens: int, percent: int) -> int:
     """Of so many tokens, those whose KV a layer keeps; 0 percent: all."""
     return max(1, tokens * percent // 100) if percent else tokens
+
+
+def named_document(root_key: bytes, prompt: bytes, document: bytes) -> NamedDocument | None:
+    """The document, both as packed tokens, in the prompt; None where it is too short, or is not there.
+
+    A tokenizer may join its ends with what is beside it in the prompt. So without these it is there too.
+    """
+    if len(document) < 4 * DOCUMENT_TOKENS_MIN:
+        return None
+    name = xxhash.xxh3_128(root_key + document).digest()
+    for ends in (0, 4 * _END_TOKENS):
+        inner = document[ends : len(document) - ends]
+        at = prompt.find(inner)
+        while at % 4 and at >= 0:
+            at = prompt.find(inner, at + 1)
+        if at >= 0:
+            return NamedDocument(name=name, first_token=at // 4, tokens=len(inner) // 4)
+    return None
 
 
 def sketch_of(root_key: bytes, token_ids: Sequence[int] | np.ndarray) -> bytes:

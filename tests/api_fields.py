@@ -40,8 +40,11 @@ OTHERS: dict[str, tuple[list[Any], list[Any]]] = {
     "tenant": ([5, "t" * 129], ["t", None]),
     "cache_salt": ([5, "s" * 257], ["s", None]),
     "kv": (
-        [5, {"similar": 2}, {"documents": ["a"]}, {"retain": 0.5}, {"similar": False, "retain": 0.5}],
-        [{}, {"similar": False}, None],
+        [
+            *(5, {"similar": 2}, {"retain": 0.5}, {"similar": False, "retain": 0.5}),
+            *({"documents": one} for one in (5, "a", [5], [""], [[]], [[-1]], [["a"]], ["a"] * 33)),
+        ],
+        [{}, {"similar": False}, {"documents": []}, None],
     ),
     "slo": (
         [5, {"ttft_ms": 0}, {"tbt_ms": -1}, {"ttft_ms": "1"}, {"tbt_ms": 1e10}],

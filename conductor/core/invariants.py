@@ -9,7 +9,7 @@ from halfmoon.conductor.core import moves
 from halfmoon.conductor.core.loans import held_for
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
 from halfmoon.conductor.core.state.records import BatchDuty, Order, PromptDuty, WorkerRecord
-from halfmoon.conductor.core.state.similar_index import PROMPTS_MAX
+from halfmoon.conductor.core.state.similar_index import DOCUMENTS_KNOWN_MAX, PROMPTS_MAX
 from halfmoon.schemas.keys import split_keys
 
 
@@ -130,6 +130,8 @@ def _check_requests(state: State) -> None:
 def _check_similar(state: State) -> None:
     prompts = state.similar.prompts
     assert len(prompts) <= PROMPTS_MAX, ("I115 too many known", len(prompts))
+    documents = len(state.similar.documents)
+    assert documents <= DOCUMENTS_KNOWN_MAX, ("I123 too many documents known", documents)
     for name, prompt in prompts.items():
         keys = split_keys(prompt.block_keys)
         assert name == keys[-1].hex(), ("I116 another name", name, keys[-1].hex())

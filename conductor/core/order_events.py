@@ -120,8 +120,13 @@ def _prefill_finished(state: State, order: Order, request: Request, event: Prefi
 
 def _know_prompt(state: State, order: Order, request: Request) -> None:
     """The order's prompt was computed whole: its KV may stand in for others."""
-    if request.event.sketch and not order.prefill.similar:
+    if order.prefill.similar:
+        return
+    if request.event.sketch:
         state.similar.add(request.event)
+    worker = state.workers.get(order.prefill_id)
+    if request.event.documents and worker is not None:
+        state.similar.add_documents(request.event, worker.block_tokens)
 
 
 def _learn_links(state: State, order: Order, event: PrefillFinished) -> None:

@@ -162,13 +162,20 @@ def group_line(c: Candidate) -> str:
     return f"computed together, in chunks of {c.chunk_tokens} tokens: {parts}; prefill {times}"
 
 
+def _piece(part: Reference) -> str:
+    blocks = len(part.block_keys) // KEY_BYTES
+    return f"{blocks} {'blocks' if blocks > 1 else 'block'} at {part.node_id}"
+
+
 def reference_line(reference: Reference, attempt: PlacementAttempt | None) -> str:
-    """The similar prompt that stands in, and what came of it, in words."""
-    blocks = len(reference.block_keys) // KEY_BYTES
-    line = (
-        f"KV of a similar prompt stands in: {blocks} {'blocks' if blocks > 1 else 'block'} at {reference.node_id}, "
-        f"{reference.resemblance} % of its runs of tokens in common"
-    )
+    """The similar prompt that stands in, or the documents, and what came of it, in words."""
+    pieces = ", ".join(_piece(part) for part in reference.parts)
+    if reference.named:
+        line = (
+            f"KV of documents stands in: {pieces}; {reference.resemblance} % of the tokens behind the prefix"
+        )
+    else:
+        line = f"KV of a similar prompt stands in: {pieces}, {reference.resemblance} % of its runs of tokens in common"
     if attempt is None or attempt.prefilled is None:
         return line
     reuse = attempt.prefilled.similar

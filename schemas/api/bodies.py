@@ -11,12 +11,15 @@ import msgspec
 from msgspec import Meta
 
 from halfmoon.schemas.api.tool_bodies import NamedChoice, Tool, ToolCall
+from halfmoon.schemas.similar import DOCUMENTS_MAX
 from halfmoon.schemas.types import Id
 
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Milliseconds = Annotated[float, Meta(gt=0, le=1e9)]
+NamedText = Annotated[str, Meta(min_length=1, max_length=4_194_304)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=1_048_576)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Name = Annotated[str, Meta(max_length=256)]
 TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -104,10 +107,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
 class KvUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How KV of other prompts may be used. `similar`: where that is faster, KV of a prompt of the same tenant that is
     alike but not equal stands in for some of this one's; the answer is then near, not equal, to what it would be.
-    `retain`: where it does, each layer keeps the KV of this share of the tokens, and decoding attends to no others.
+    `documents`: parts of the prompt, as texts or token ids, for which KV of other prompts that named them may stand in,
+    wherever they are there. `retain`: where either does, each layer keeps the KV of this share of the tokens, and
+    decoding attends to no others.
     """
 
     similar: bool | None = None
+    documents: Annotated[list[NamedText | TokenIds], Meta(max_length=DOCUMENTS_MAX)] | None = None
     retain: Annotated[float, Meta(ge=0.1, le=1)] | None = None
 
 

@@ -116,7 +116,9 @@ class ApiRequest:
     cache_salt: str
     #: KV of a similar prompt may stand in for some of this one's; None: as the frontend has it for the tenant.
     similar: bool | None = None
-    #: Where it does, each layer keeps the KV of so many percent of the tokens; 0: of all.
+    #: Parts of the prompt for which KV of other prompts may stand in: texts, or tokens as `pack_tokens` has them.
+    documents: tuple[str | bytes, ...] = ()
+    #: Where either does, each layer keeps the KV of so many percent of the tokens; 0: of all.
     retain_percent: int = 0
     priority: int
     request_id: str
@@ -377,6 +379,7 @@ def _ask(
         tenant=body.tenant or "",
         cache_salt=_cache_salt(body, sampling),
         similar=body.kv.similar if body.kv else None,
+        documents=_documents(body.kv),
         retain_percent=_retain_percent(body.kv),
         # As vLLM has it, a smaller number is earlier; within the cluster a larger one is.
         priority=-min(max(body.priority or 0, -PRIORITY_MAX), PRIORITY_MAX),
@@ -384,12 +387,19 @@ def _ask(
     )
 
 
+def _documents(use: KvUse | None) -> tuple[str | bytes, ...]:
+    given = (use.documents if use is not None else None) or ()
+    return tuple(one if isinstance(one, str) else pack_decoded(one) for one in given)
+
+
 def _retain_percent(use: KvUse | None) -> int:
     """0: all is kept. Raises ApiError where nothing could be left out."""
     if use is None or use.retain is None:
         return 0
-    if not use.similar:
-        message = "kv.retain: tokens are left out where KV of a similar prompt stands in: it needs kv.similar"
+    if not (use.similar or use.documents):
+        message = (
+            "kv.retain: tokens are left out where other KV stands in: it needs kv.similar or kv.documents"
+        )
         raise ApiError(400, message, param="kv", code="contradiction")
     return round(use.retain * 100) % 100
 

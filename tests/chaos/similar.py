@@ -15,7 +15,7 @@ from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.decisions import Decision, StartPrefill
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import split_keys
-from halfmoon.schemas.similar import SAMPLES, SimilarReuse, kept_tokens
+from halfmoon.schemas.similar import SAMPLES, NamedDocument, SimilarReuse, kept_tokens
 from halfmoon.schemas.store import reference_hold
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.store.errors import StoreError
@@ -56,6 +56,7 @@ class SimilarPrompts:
 
     def __init__(self, world: World, seed: int) -> None:
         self.draw = random.Random(f"similar {seed}")
+        self.documents = random.Random(f"documents {seed}")
         can = world.layout.numerics == "fast" and not (world.null or world.mixed or world.stages.on)
         self.on = can and world.wishes.drawn("similar", self.draw.random() < SIMILAR)
 
@@ -81,7 +82,27 @@ class SimilarPrompts:
             chain = int.from_bytes(block_keys[:8], "big") + APART * TENANTS.index(tenant)
             block_keys = keys(len(block_keys) // KEY_BYTES, chain)
         sketch = bytes([family]) * (4 * SAMPLES) if family else b""
-        return msgspec.structs.replace(arrived, tenant=tenant, sketch=sketch, block_keys=block_keys)
+        return msgspec.structs.replace(
+            arrived,
+            tenant=tenant,
+            sketch=sketch,
+            block_keys=block_keys,
+            documents=self._documents(family, arrived.prompt_tokens),
+        )
+
+    def _documents(self, family: int, tokens: int) -> list[NamedDocument]:
+        """The two halves of some prompts, from their second block on. Those of a family have one name, whosever they
+        are.
+        """
+        if self.documents.random() < 0.5:
+            return []
+        half = (tokens - BLOCK_TOKENS) // 2
+        return [
+            NamedDocument(
+                name=bytes([family, place]) * 8, first_token=BLOCK_TOKENS + place * half, tokens=half
+            )
+            for place in range(2 if half > 0 else 0)
+        ]
 
     def check(self, state: State, decisions: Sequence[Decision]) -> None:
         """After a step of a core: what stands in is a prompt of the same tenant."""
@@ -89,8 +110,11 @@ class SimilarPrompts:
             if not isinstance(order, StartPrefill) or order.reference is None:
                 continue
             tenant = state.requests[order.request_id].event.tenant
-            whose = TENANTS[int.from_bytes(order.reference.block_keys[:8], "big") // APART]
-            assert whose == tenant, ("I117 a prompt of another tenant", order, tenant)
+            for part in order.reference.parts:
+                whose = TENANTS[int.from_bytes(part.block_keys[:8], "big") // APART]
+                assert whose == tenant, ("I117 a prompt of another tenant", order, tenant)
+            every = [key for part in order.reference.parts for key in split_keys(part.block_keys)]
+            assert len(every) == len(dict.fromkeys(every)), ("I122 a block twice", order)
 
 
 def reserve_reference(worker: PrefillWorker, action: prefill_actions.ReserveReference) -> None:
@@ -198,6 +222,7 @@ class StandIn:
             assert not self.strange, ("I96 read other bytes", order_id)
             worker.net.counts["similar prompts stood in"] += 1
             worker.net.counts["prompts with tokens left out"] += retained > 0
+            worker.net.counts["documents stood in"] += self.reference.blocks[0] > 0
             now_ns = worker.net.now_ns
             worker.soon(worker.net.lag_ns(), kind, order_id=order_id, finished_at_ns=now_ns, similar=reuse)
 

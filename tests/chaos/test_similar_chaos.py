@@ -4,12 +4,15 @@ workers' machines are found there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from halfmoon.conductor.core.placement import similar
 from halfmoon.conductor.core.state.similar_index import KnownPrompt, SimilarIndex
+from halfmoon.schemas.keys import split_keys
 from halfmoon.store.kv_arrival import KvArrival
 from halfmoon.workers.decode import orders as decode_orders
 from halfmoon.workers.prefill import job
@@ -19,7 +22,13 @@ from tests.chaos.searching import fails, shows
 
 
 def test_worlds_keep_their_promises() -> None:
-    shows(["similar prompts stood in", "references lost", "prompts with tokens left out"], "similar")
+    wanted = [
+        "similar prompts stood in",
+        "references lost",
+        "prompts with tokens left out",
+        "documents stood in",
+    ]
+    shows(wanted, "similar")
 
 
 def anybodys_prompt_stands_in(self: Any, tenant: str, sketch: bytes, least: int) -> Iterator[tuple[int, Any]]:
@@ -28,6 +37,15 @@ def anybodys_prompt_stands_in(self: Any, tenant: str, sketch: bytes, least: int)
         one for each in prompts for one in whole_like(self, each, sketch, least)
     ]
     return iter(found)
+
+
+def no_block_is_known_again(block_keys: bytes) -> list[bytes]:
+    numbers = itertools.count()
+    return [key + next(numbers).to_bytes(2, "big") + block_keys for key in split_keys(block_keys)]
+
+
+def anybodys_document_stands_in(self: Any, tenant: str, name: bytes) -> Any:
+    return self.documents.get(name.hex())
 
 
 def what_stood_in_has_keys(order: Any, reply: Any) -> Any:
@@ -55,6 +73,8 @@ whole_like = SimilarIndex.like
 whole_shares, whole_step = decode_orders.shares_generated, ReferenceJob.step
 PLANTED = [
     (SimilarIndex, "like", anybodys_prompt_stands_in, "I117 "),
+    (SimilarIndex, "document", anybodys_document_stands_in, "I117 "),
+    (similar, "split_keys", no_block_is_known_again, "I122 "),
     (job, "shared_keys", what_stood_in_has_keys, "I99 "),
     (decode_orders, "shares_generated", what_is_generated_behind_it_is_shared, "I118 "),
     (KvArrival, "expect", blocks_that_were_left_out_are_waited_for, "I63 |I87 "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import subprocess
 import sys
@@ -150,6 +151,39 @@ async def test_tenants_and_salts_are_apart(cluster: Cluster, nc: Any) -> None:
         assert answer["usage"]["similar_tokens"] == 0, other
     again = await ask(cluster, nc, near(ids, 5), tenant="one")
     assert again["usage"]["similar_tokens"] > 0
+
+
+async def test_documents_of_other_prompts_stand_in_from_any_node(
+    cluster: Cluster, nc: Any, tmp_path: Path
+) -> None:
+    one, two = document(11)[:640], document(12)[:640]
+    first = ""
+    for number, ids in enumerate((one, two)):
+        # The second by the other worker, so that one of the two is read from elsewhere.
+        async with draining(cluster, first) if first else contextlib.AsyncExitStack():
+            after = await last_seq(cluster)
+            prompt = [*document(20 + number)[:100], *ids, *document(25 + number)[:284]]
+            answer = await cluster.generate(nc, prompt=prompt, max_tokens=1, kv={"documents": [ids]})
+            assert answer["usage"]["similar_tokens"] == 0
+            order = await last_order(cluster)
+            await prefill_of(cluster, order.request_id)
+            await blocks_told(cluster, order.worker_id, after, len(prompt) // 256)
+            first = order.worker_id
+    prompt = [*two, *one, *document(30)[:50]]
+    answer = await cluster.generate(
+        nc, prompt=prompt, max_tokens=2, temperature=0, kv={"documents": [one, two]}
+    )
+    order = await last_order(cluster)
+    assert order.reference is not None
+    assert len(order.reference.parts) == 2
+    assert any(part.node_id != order.worker_id for part in order.reference.parts)
+    assert answer["usage"]["similar_tokens"] > 0.75 * len(prompt)
+    assert answer["usage"]["similar_computed_tokens"] < 0.45 * len(prompt)
+    whole = await cluster.generate(nc, prompt=prompt, max_tokens=2, temperature=0)
+    assert whole["usage"]["cached_tokens"] == 0, "what stood in was found under the prompt's own keys"
+    assert "identical" in replayed(cluster, tmp_path)
+    assert "KV of documents stands in" in explained(cluster, tmp_path, order.request_id)
+    await nothing_held(cluster)
 
 
 async def test_fewer_tokens_go_to_the_decode_worker_and_it_goes_on(

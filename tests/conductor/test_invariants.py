@@ -27,7 +27,12 @@ from halfmoon.conductor.core.state import block_index
 from halfmoon.conductor.core.state.block_index import BlockIndex
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
 from halfmoon.conductor.core.state.records import Order, PendingMove
-from halfmoon.conductor.core.state.similar_index import PROMPTS_MAX, KnownPrompt
+from halfmoon.conductor.core.state.similar_index import (
+    DOCUMENTS_KNOWN_MAX,
+    PROMPTS_MAX,
+    KnownDocument,
+    KnownPrompt,
+)
 from halfmoon.schemas.events import FrontendJoined
 from halfmoon.schemas.lending import KvPart
 
@@ -312,6 +317,11 @@ def too_many_known(state: State) -> None:
         state.similar.prompts[block.hex()] = KnownPrompt("", b"", block)
 
 
+def too_many_documents(state: State) -> None:
+    for number in range(DOCUMENTS_KNOWN_MAX + 1):
+        state.similar.documents[str(number)] = KnownDocument("", 0, keys(1, number))
+
+
 def known_by_another_name(state: State) -> None:
     state.similar.prompts[keys(1, 1).hex()] = KnownPrompt("", b"", keys(1, 2))
 
@@ -375,6 +385,7 @@ PLANTED = [
     Planted("I41", cached, two_bits),
     Planted("I115", cached, too_many_known),
     Planted("I116", cached, known_by_another_name),
+    Planted("I123", cached, too_many_documents),
 ]
 
 

@@ -22,7 +22,12 @@ from conductor_scripts import (
 
 from halfmoon.cli.status import describe
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.state.similar_index import PROMPTS_MAX, SimilarIndex
+from halfmoon.conductor.core.state.similar_index import (
+    DOCUMENTS_KNOWN_MAX,
+    PROMPTS_MAX,
+    KnownDocument,
+    SimilarIndex,
+)
 from halfmoon.conductor.replay.explain import reference_line
 from halfmoon.conductor.replay.histories import PlacementAttempt
 from halfmoon.schemas.decisions import Decision, StartPrefill
@@ -33,8 +38,17 @@ from halfmoon.schemas.events import (
     RequestArrived,
     StoreSuspected,
 )
+from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.similar import SHINGLE_TOKENS, SimilarReuse, bands_of, resemblance_percent, sketch_of
+from halfmoon.schemas.similar import (
+    SHINGLE_TOKENS,
+    NamedDocument,
+    SimilarReuse,
+    bands_of,
+    named_document,
+    resemblance_percent,
+    sketch_of,
+)
 
 ROOT = b"r" * 16
 FAST = Layout(**{name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | {"numerics": "fast"})
@@ -174,6 +188,121 @@ def test_a_tenant_finds_none_of_another_s_even_by_an_equal_sketch() -> None:
     index.add(known(ids, 1, "acme"))
     assert list(index.like("acme", sketch_of(ROOT, ids), 40))
     assert not list(index.like("other", sketch_of(ROOT, ids), 40))
+
+
+# --- documents ----------------------------------------------------------------------------------------------
+
+ONE, TWO, THREE = (tokens(500, seed) for seed in (21, 22, 23))
+
+
+def document(ids: list[int], prompt: list[int], root: bytes = ROOT) -> NamedDocument:
+    found = named_document(root, pack_tokens(prompt), pack_tokens(ids))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("joined", [0, 3])
+def test_a_document_is_found_in_a_prompt_though_its_ends_are_joined_with_others(joined: int) -> None:
+    prompt = [*tokens(70, 9), *ONE, *tokens(30, 8)]
+    prompt[70 : 70 + joined] = [1] * joined
+    found = document(ONE, prompt)
+    ends = 4 if joined else 0
+    assert (found.first_token, found.tokens) == (70 + ends, 500 - 2 * ends)
+    assert found.name == document(ONE, ONE).name
+    assert found.name != document(ONE, ONE, b"s" * 16).name
+    assert named_document(ROOT, pack_tokens(prompt), pack_tokens(TWO)) is None
+    assert named_document(ROOT, pack_tokens(ONE), pack_tokens(ONE[:31])) is None, "too short to be worth it"
+    # Bytes that begin in the middle of a token are other tokens.
+    assert named_document(ROOT, b"\0" + pack_tokens(ONE) + b"\0" * 3, pack_tokens(ONE)) is None
+
+
+def read(script: Script, name: str, seed: int, *documents: list[int], tenant: str = "", **fields: Any) -> Any:
+    """A prompt of some tokens of its own and these documents; the order."""
+    prompt = [*tokens(100, seed + 50), *(token for one in documents for token in one)]
+    named = [document(one, prompt) for one in documents]
+    return asked(script, name, prompt, seed, sketch=b"", documents=named, tenant=tenant, **fields)
+
+
+def test_documents_of_two_prompts_stand_in_in_another_order() -> None:
+    script = cluster()
+    for number, ids in enumerate((ONE, TWO), 1):
+        order = read(script, f"r{number}", number, ids)
+        assert order.reference is None
+        computed(script, order, seed=number, prompt_tokens=600)
+    whole = read(script, "plain", 8, tokens(500, 41), tokens(500, 42))
+    order = read(script, "r3", 3, TWO, ONE)
+    first = order.reference
+    assert first is not None
+    assert [(one.node_id, one.block_keys, one.first_block) for one in first.parts] == [
+        ("n-p0", keys(6, 2)[16:], 1),
+        ("n-p0", keys(6, 1)[16:], 1),
+    ]
+    assert first.named
+    assert first.resemblance == 90
+    assert order.predicted.prefill_ns < 0.7 * whole.predicted.prefill_ns
+    went = prefilled(order.order_id, "r3", similar=REUSE, prompt_tokens=1_100)
+    line = reference_line(first, PlacementAttempt(order=order, seq=1, at_ns=1, prefilled=went))
+    assert line.startswith(
+        "KV of documents stands in: 5 blocks at n-p0, 5 blocks at n-p0; 90 % of the tokens"
+    )
+
+
+def test_no_block_is_asked_for_twice() -> None:
+    """Two documents of one prompt have the block between them in common; the same one is named twice."""
+    script = cluster()
+    half = [*tokens(50, 31), *ONE]
+    computed(script, read(script, "r1", 1, half, TWO), seed=1, prompt_tokens=1_150)
+    order = read(script, "r2", 2, TWO, half, TWO)
+    assert order.reference is not None
+    assert [(one.block_keys, one.first_block) for one in order.reference.parts] == [
+        (keys(11, 1)[16 * 6 :], 6),
+        (keys(11, 1)[16 : 16 * 6], 1),
+    ]
+
+
+@pytest.mark.parametrize("why", ["tenant", "root", "gone", "a document of four", "in the prefix"])
+def test_what_is_not_known_or_of_no_use_does_not_stand_in(why: str) -> None:
+    script = cluster()
+    order = read(script, "r1", 1, ONE, TWO, tenant="acme")
+    computed(script, order, seed=1, prompt_tokens=1_100)
+    match why:
+        case "tenant":
+            assert read(script, "r2", 2, ONE, TWO, tenant="other").reference is None
+        case "root":
+            named = [document(one, [*ONE, *TWO], b"s" * 16) for one in (ONE, TWO)]
+            order = asked(script, "r2", [*ONE, *TWO], 2, sketch=b"", documents=named, tenant="acme")
+            assert order.reference is None
+        case "gone":
+            script(BlocksEvicted(node_id="n-p0", incarnation="i1", block_keys=keys(11, 1)[16:]))
+            assert read(script, "r2", 2, ONE, TWO, tenant="acme").reference is None
+        case "a document of four":
+            assert read(script, "r2", 2, ONE, *[THREE] * 3, tenant="acme").reference is None
+        case "in the prefix":
+            order = read(script, "r2", 1, ONE, TWO, *[THREE] * 2, tenant="acme")
+            assert order.local_blocks == 11
+            assert order.reference is None
+
+
+def test_documents_that_stood_in_are_known_of_no_further_prompt() -> None:
+    script = cluster()
+    computed(script, read(script, "r1", 1, ONE), seed=1, prompt_tokens=600)
+    order = read(script, "r2", 2, ONE, THREE[:200])
+    assert order.reference is not None
+    before = script.core.state.similar.documents
+    computed(script, order, seed=2, similar=REUSE, prompt_tokens=800)
+    assert script.core.state.similar.documents == before
+    assert list(before.values()) == [KnownDocument("", 1, keys(6, 1)[16:])]
+
+
+def test_the_documents_that_are_known_are_bounded() -> None:
+    index = SimilarIndex()
+    for number in range(DOCUMENTS_KNOWN_MAX + 2):
+        name = number.to_bytes(16, "big")
+        named = [NamedDocument(name=name, first_token=0, tokens=150)]
+        index.add_documents(arrived(str(number), block_keys=keys(2, number), documents=named), 100)
+    assert len(index.documents) == DOCUMENTS_KNOWN_MAX
+    assert index.document("", (1).to_bytes(16, "big")) is None
+    assert index.document("", (2).to_bytes(16, "big")) == KnownDocument("", 0, keys(2, 2))
 
 
 # --- decisions ----------------------------------------------------------------------------------------------

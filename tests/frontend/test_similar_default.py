@@ -75,3 +75,54 @@ def test_a_default_breaks_no_promise(run: Any, fields: dict[str, Any], numerics:
         layout=msgspec.structs.replace(LAYOUT, numerics=numerics),
         similar_tenants="*",
     )
+
+
+DOCUMENT = " ".join(
+    f"The {number}th moon of the planet is seen every {number} nights, half of it dark."
+    for number in range(9)
+)
+
+
+@pytest.mark.pure
+def test_documents_are_named_where_they_are_in_the_prompt(run: Any, tokenizer: Any) -> None:
+    """As texts and as tokens, in text and chat; one that is not there is passed over, as are their ends where a
+    tokenizer joins them with what is beside.
+    """
+    ids = tokenizer.encode(DOCUMENT)
+    prompts: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": f"Read:{DOCUMENT}s And now?", "max_tokens": 1},
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": f"Read this.\n{DOCUMENT}\nWhich one is dark?"}],
+            "max_tokens": 1,
+        },
+    }
+
+    async def scenario(cluster: Any) -> None:
+        served = 0
+        for path, body in prompts.items():
+            for given in (DOCUMENT, ids):
+                kv = {"documents": ["Nothing of this is in the prompt. " * 9, given, "short"]}
+                status, _, answer = await cluster.post(path, {**body, "kv": kv})
+                assert status == 200, (path, answer)
+                assert told(answer)["similar_tokens"] == 0
+                served += 1
+                arrived = (await cluster.double.wait_for(RequestArrived, served))[-1]
+                assert arrived.sketch == b"", "it was compared with others"
+                (document,) = arrived.documents
+                assert len(ids) - 8 <= document.tokens <= len(ids)
+                assert 0 < document.first_token < 40
+                assert document.first_token + document.tokens < arrived.prompt_tokens
+
+    run(scenario, layout=FAST)
+
+
+@pytest.mark.pure
+def test_exact_numerics_refuse_documents_by_name(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        body = {"prompt": DOCUMENT, "max_tokens": 1, "kv": {"documents": [DOCUMENT]}}
+        status, _, answer = await cluster.post("/v1/completions", body)
+        assert status == 400
+        assert answer["error"]["param"] == "kv"
+        assert answer["error"]["message"].startswith("kv.documents: this cluster has exact numerics")
+
+    run(scenario)

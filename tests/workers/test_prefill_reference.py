@@ -47,7 +47,7 @@ REUSE = SimilarReuse(tokens=15, computed_tokens=9, resemblance=80)
 
 def prepared(script: Script, *, present: list[int] | None = None, **fields: Any) -> list[Action]:
     """An order with a reference, up to its slots; the actions of that."""
-    script(PrefillOrdered, order=replace(order(), reference=REFERENCE, **fields))
+    script(PrefillOrdered, order=replace(order(), **{"reference": REFERENCE, **fields}))
     script(TokensTaken, reply=reply(tenant="t"))
     return script(SlotsReserved, slots=[4, 5, 6], present=present or [])
 
@@ -58,7 +58,14 @@ def computed(actions: list[Action]) -> ComputePrompt:
 
 def slots(**fields: Any) -> ReferenceSlots:
     return ReferenceSlots(
-        **{"slots": [7, 8, 9], "first_token": 0, "fetched_layer": -1, "resemblance": 80, **fields}
+        **{
+            "slots": [7, 8, 9],
+            "blocks": [0, 1, 2],
+            "first_token": 0,
+            "fetched_layer": -1,
+            "resemblance": 80,
+            **fields,
+        }
     )
 
 
@@ -74,6 +81,36 @@ def test_it_is_reserved_and_what_is_missing_fetched() -> None:
     assert computed(script(PushOpened)).reference == slots(fetched_layer=0)
     assert script(ReferenceLayers, layer=0) == []
     assert script(ReferenceFetched) == [LoadReference(order_id="1-1", layer=LAYERS - 1)]
+
+
+def test_documents_come_from_one_node_after_the_other() -> None:
+    """What is here is not asked for, and layers of one say nothing of the others."""
+    here, there, gone = (
+        Reference(node_id=node, block_keys=key * blocks, resemblance=60, first_block=first)
+        for node, key, blocks, first in (
+            ("n0", KEYS[:16], 1, 4),
+            ("n3", b"b" * 16, 2, 0),
+            ("n4", b"c" * 16, 3, 9),
+        )
+    )
+    script = Script()
+    prepared(script, reference=replace(here, others=[there, gone], replicas=["n7"]))
+    assert [one.block_keys for one in script.past if isinstance(one, ReserveReference)] == [
+        KEYS[:16] + b"b" * 32 + b"c" * 48
+    ]
+    asked = script(ReferenceReserved, slots=[7, 8, 9, 10, 11, 12], present=[0, 1])
+    assert asked == [
+        FetchReference(order_id="1-1", source_node_id="n3", first_block=2, blocks=1, replicas=[])
+    ]
+    assert script(ReferenceLayers, layer=LAYERS - 1) == []
+    assert script(ReferenceFetched) == [
+        FetchReference(order_id="1-1", source_node_id="n4", first_block=3, blocks=3, replicas=[])
+    ]
+    assert script(ReferenceLayers, layer=LAYERS - 1) == []
+    made = computed(script(PushOpened))
+    assert made.reference == slots(slots=[7, 8, 9, 10, 11, 12], blocks=[4, 0, 1, 9, 10, 11], resemblance=60)
+    assert script(ReferenceFetched) == [LoadReference(order_id="1-1", layer=LAYERS - 1)]
+    assert script(ReferenceFetched) == [], "it was said again"
 
 
 def test_where_all_of_it_is_here_nothing_is_fetched() -> None:

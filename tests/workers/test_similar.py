@@ -298,6 +298,28 @@ def test_a_reference_that_is_not_like_it_is_refused(engine: Engine, words: list[
         stand_in(engine, words[:TOKENS], words[1_000:1_300])
 
 
+@pytest.mark.parametrize("start", [0, BLOCK])
+def test_documents_in_another_order_are_turned_from_where_they_stood(
+    engine: Engine, words: list[int], start: int
+) -> None:
+    """Rows of two references, one behind the other; as if their keys carried the places of these rows."""
+    one, two = words[:128], words[600:728]
+    prompt = [*words[1_000 : 1_000 + start], *two, *one]
+    prefilled(engine, [*one, *two], REFERENCE)
+    places = torch.cat([torch.arange(128, 256), torch.arange(128)])
+    kv = [(k[places], v[places]) for k, v in cached(engine, REFERENCE, 256)]
+    rotary = engine.transformer.rotary
+    moved = [(turned(rotary, k, torch.arange(256) - places), v) for k, v in kv]
+    if start:
+        prefilled(engine, prompt[:start], PROMPT)
+    made = SelectivePrefill(engine, prompt, start, PROMPT, places=places).run(kv.__getitem__)
+    wanted = SelectivePrefill(engine, prompt, start, PROMPT).run(moved.__getitem__)
+    assert made is not None
+    assert wanted is not None
+    assert made.found == 256
+    torch.testing.assert_close(made.logits, wanted.logits, atol=2e-3, rtol=1e-3)
+
+
 # --- fewer tokens -------------------------------------------------------------------------------------------
 
 

@@ -71,6 +71,7 @@ class RequestIntake:
             tenant=ask.tenant,
             priority=ask.priority,
             sketch=prompt.sketch,
+            documents=list(prompt.documents),
             weight_version=prompt.weight_version,
         )
         span = None

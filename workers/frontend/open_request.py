@@ -228,7 +228,7 @@ class OpenRequest:
         """Its next order is computed with weights of another version."""
         self.root_key = root_key
         self.arrived = msgspec.structs.replace(
-            self.arrived, block_keys=block_keys, sketch=b"", weight_version=weight_version
+            self.arrived, block_keys=block_keys, sketch=b"", documents=[], weight_version=weight_version
         )
 
     def _sampling(self) -> Sampling:

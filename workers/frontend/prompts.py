@@ -25,7 +25,7 @@ from halfmoon.schemas.api.requests import (
 from halfmoon.schemas.keys import chain_keys_packed, pack_decoded, root_key
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.sampling import scored_tokens_max
-from halfmoon.schemas.similar import sketch_of
+from halfmoon.schemas.similar import NamedDocument, named_document, sketch_of
 from halfmoon.schemas.status import ConductorStatus
 from halfmoon.schemas.tokens import carried_tokens
 from halfmoon.workers.frontend.config import FrontendConfig, names
@@ -59,6 +59,8 @@ class TokenizedPrompt(NamedTuple):
     sketch: bytes = b""
     #: Of which the keys are.
     weight_version: str = ""
+    #: For which KV of other prompts may stand in.
+    documents: tuple[NamedDocument, ...] = ()
 
 
 class PromptReader:
@@ -118,12 +120,24 @@ class PromptReader:
             self._check_scored(ask, tokens)
         weight_version = self.weight_version
         root, keys = self.keys_of(ask, packed, weight_version)
-        sketch = b""
-        if ask.similar:
-            if broken := self._broken_by_similar(ask):
-                raise ApiError(400, f"kv.similar: {broken}", param="kv", code="contradiction")
-            sketch = sketch_of(root, np.frombuffer(packed, "<u4"))
-        return TokenizedPrompt(packed, tokens, root, keys, max_tokens, sketch, weight_version)
+        if (ask.similar or ask.documents) and (broken := self._broken_by_similar(ask)):
+            name = "similar" if ask.similar else "documents"
+            raise ApiError(400, f"kv.{name}: {broken}", param="kv", code="contradiction")
+        sketch = sketch_of(root, np.frombuffer(packed, "<u4")) if ask.similar else b""
+        documents = await self._documents(ask, root, packed) if ask.documents else ()
+        return TokenizedPrompt(packed, tokens, root, keys, max_tokens, sketch, weight_version, documents)
+
+    async def _documents(self, ask: ApiRequest, root: bytes, packed: bytes) -> tuple[NamedDocument, ...]:
+        """Those of the request that are in its prompt. Raises ApiError when the tokenizer fails."""
+        found = []
+        for given in ask.documents:
+            if isinstance(given, str):
+                encode = functools.partial(
+                    self._tokenizer.encode, given, add_special=False, parse_special=not ask.chat
+                )
+                given = pack_decoded(await self._encode(encode, len(given), param="kv"))
+            found.append(named_document(root, packed, given))
+        return tuple(one for one in found if one is not None)
 
     def keys_of(self, ask: ApiRequest, packed: bytes, weight_version: str) -> tuple[bytes, bytes]:
         """The root and the block keys of a prompt that weights of this version compute."""
@@ -242,8 +256,10 @@ class PromptReader:
         except ChatTemplateError as problem:
             raise ApiError(400, str(problem)[:500], param="messages", code="chat_template") from None
 
-    async def _encode(self, encode: functools.partial[list[int]], characters: int) -> list[int]:
-        """Raises ApiError when the tokenizer fails."""
+    async def _encode(
+        self, encode: functools.partial[list[int]], characters: int, *, param: str = "prompt"
+    ) -> list[int]:
+        """Raises ApiError, of the field `param`, when the tokenizer fails."""
         try:
             if self._inline and characters <= INLINE_CHARACTERS_MAX:
                 return encode()
@@ -253,7 +269,7 @@ class PromptReader:
             finally:
                 self.pending -= 1
         except TextNotEncoded as problem:
-            raise ApiError(400, str(problem)[:500], param="prompt", code="not_encoded") from None
+            raise ApiError(400, str(problem)[:500], param=param, code="not_encoded") from None
 
     def _checked(self, packed: bytes) -> bytes:
         """Token ids of the client's own. Raises ApiError 400 where there is none, or one outside the vocabulary."""

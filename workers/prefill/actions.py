@@ -72,8 +72,8 @@ class ReserveReference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchReference(msgspec.Struct, frozen=True, kw_only=True):
-    """As StartFetch, for blocks of the reference: ReferenceLayers again and again, then ReferenceFetched or
-    ReferenceLost.
+    """As StartFetch, for blocks of the reference, of which `first_block` counts: ReferenceLayers again and again, then
+    ReferenceFetched or ReferenceLost.
     """
 
     order_id: str
@@ -96,9 +96,12 @@ class StartPush(msgspec.Struct, frozen=True, kw_only=True):
 class ReferenceSlots(msgspec.Struct, frozen=True, kw_only=True):
     """Where a similar prompt lies in the pool: it stands in for tokens from `first_token` on. Layers up to
     `fetched_layer` are readable; LoadReference tells of the others.
+
+    `slots[i]` has block `blocks[i]` of the prompt that it was computed in.
     """
 
     slots: list[int]
+    blocks: list[int]
     first_token: int
     fetched_layer: int
     resemblance: int

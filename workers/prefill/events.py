@@ -89,7 +89,7 @@ class ReferenceLayers(OrderEvent, frozen=True, kw_only=True):
 
 
 class ReferenceFetched(OrderEvent, frozen=True, kw_only=True):
-    """All layers of the reference are readable."""
+    """All layers of what was asked for of the reference are readable."""
 
 
 class ReferenceLost(OrderEvent, frozen=True, kw_only=True):

@@ -1,10 +1,13 @@
-"""The reference of an order: a similar prompt's KV on its way into the node's pool. Pure; part of a `Job`.
+"""The reference of an order: KV of a similar prompt, or of documents, on its way into the node's pool. Pure; part of a
+`Job`.
 
 ::
 
     reserving ─ fetching ─ held        a failure of any: lost, and the prompt is computed whole
 
-It is of help and never needed: nothing waits for it before the turn begins, and what goes wrong costs computing.
+It is of help and never needed: nothing waits for it before the turn begins, and what goes wrong costs computing. Layers
+are read while others are computed, except where documents come from several nodes: these come one after the other, and
+layers of the last one say nothing of the others.
 """
 
 from __future__ import annotations
@@ -30,19 +33,19 @@ class ReferenceJob:
     """`layers`: of the model."""
 
     def __init__(self, order_id: str, reference: Reference, layers: int) -> None:
-        self._order_id, self._reference, self._layers = order_id, reference, layers
+        self._order_id, self._parts, self._layers = order_id, reference.parts, layers
         self._slots: list[int] = []
+        #: To be asked for one after the other, the first one under way.
+        self._fetches: list[actions.FetchReference] = []
+        self._streamed = False
         #: Layers up to this one are readable.
         self._layer = -1
         self._lost = False
 
     def reserve(self, tenant: str, out: Actions) -> None:
         """Slots for it, after those of the prompt itself."""
-        out.append(
-            actions.ReserveReference(
-                order_id=self._order_id, block_keys=self._reference.block_keys, tenant=tenant
-            )
-        )
+        block_keys = b"".join(part.block_keys for part in self._parts)
+        out.append(actions.ReserveReference(order_id=self._order_id, block_keys=block_keys, tenant=tenant))
 
     def step(self, event: OfReference, out: Actions, *, computing: bool) -> None:
         """`computing`: whoever computes is told too."""
@@ -52,9 +55,10 @@ class ReferenceJob:
             case ReferenceReserved():
                 self._reserved(event, out)
             case ReferenceLayers():
-                self._readable(event.layer, out, computing=computing)
+                if self._streamed:
+                    self._readable(event.layer, out, computing=computing)
             case ReferenceFetched():
-                self._readable(self._layers - 1, out, computing=computing)
+                self._fetched(out, computing=computing)
             case ReferenceLost():
                 self._lost = True
                 if computing:
@@ -69,34 +73,55 @@ class ReferenceJob:
             return None
         return ReferenceSlots(
             slots=self._slots,
+            blocks=[block for part in self._parts for block in _blocks(part)],
             first_token=first_token,
             fetched_layer=self._layer,
-            resemblance=self._reference.resemblance,
+            resemblance=self._parts[0].resemblance,
             retain_percent=retain_percent,
         )
 
     def _reserved(self, event: ReferenceReserved, out: Actions) -> None:
         self._slots = event.slots
-        present, blocks = set(event.present), len(self._reference.block_keys) // KEY_BYTES
-        first = next((block for block in range(blocks) if block not in present), blocks)
-        if first == blocks:
+        present, at = set(event.present), 0
+        for part in self._parts:
+            end = at + len(_blocks(part))
+            first = next((block for block in range(at, end) if block not in present), end)
+            at = end
+            if first < end:
+                self._fetches.append(
+                    actions.FetchReference(
+                        order_id=self._order_id,
+                        source_node_id=part.node_id,
+                        first_block=first,
+                        blocks=end - first,
+                        replicas=part.replicas,
+                    )
+                )
+        self._streamed = len(self._fetches) == 1
+        if self._fetches:
+            out.append(self._fetches[0])
+        else:
             self._layer = self._layers - 1
+
+    def _fetched(self, out: Actions, *, computing: bool) -> None:
+        if not self._fetches:
             return
-        out.append(
-            actions.FetchReference(
-                order_id=self._order_id,
-                source_node_id=self._reference.node_id,
-                first_block=first,
-                blocks=blocks - first,
-                replicas=self._reference.replicas,
-            )
-        )
+        del self._fetches[0]
+        if self._fetches:
+            out.append(self._fetches[0])
+        else:
+            self._readable(self._layers - 1, out, computing=computing)
 
     def _readable(self, layer: int, out: Actions, *, computing: bool) -> None:
         if layer > self._layer:
             self._layer = layer
             if computing:
                 out.append(actions.LoadReference(order_id=self._order_id, layer=layer))
+
+
+def _blocks(part: Reference) -> range:
+    """Their places in the prompt that they were computed in."""
+    return range(part.first_block, part.first_block + len(part.block_keys) // KEY_BYTES)
 
 
 def reference_of(order: StartPrefill, rules: JobRules) -> ReferenceJob | None:

@@ -52,7 +52,16 @@ def compute_similar(
     Raises ReferenceMissing, and what the hooks raise.
     """
     keep = kept_tokens(len(token_ids) - reference.first_token, reference.retain_percent)
-    prefill = SelectivePrefill(engine, token_ids, reference.first_token, block_table, keep=keep)
+    size = engine.block_tokens
+    places = torch.tensor([block * size for block in reference.blocks], device=engine.device)
+    prefill = SelectivePrefill(
+        engine,
+        token_ids,
+        reference.first_token,
+        block_table,
+        places=(places.unsqueeze(1) + torch.arange(size, device=engine.device)).flatten(),
+        keep=keep,
+    )
     try:
         result = prefill.run(read, hooks)
     except NotAlike as problem:

@@ -1,10 +1,12 @@
-"""Whether KV of a similar prompt stands in for part of one, and from which node it is read.
+"""Whether KV of a similar prompt, or of documents, stands in for part of one, and from which nodes it is read.
 
 Decided once the prefill worker is chosen, and only for requests that allow it: their quality is not that of others. It
 must leave enough to spare: below some hundred tokens, matching costs more than it saves. A copy on the worker's own
-node goes before another; otherwise the reference is read layer by layer while the prompt is computed.
+node goes before another; otherwise the reference is read layer by layer while the prompt is computed. Documents that
+the request names go before a prompt that is like it.
 
-Source: SemShareKV (arXiv 2509.24832); the resemblance and the price are ours.
+Source: SemShareKV (arXiv 2509.24832); CacheBlend (arXiv 2405.16444) for documents; the resemblance and the price are
+ours.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from halfmoon.conductor.core.state.cost import transfer_ns
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.core.state.similar_index import KnownPrompt
 from halfmoon.schemas.events import RequestArrived
-from halfmoon.schemas.similar import Reference, expected_reuse
+from halfmoon.schemas.keys import split_keys
+from halfmoon.schemas.similar import Reference, expected_reuse, reuse_of
 from halfmoon.schemas.types import KEY_BYTES
 
 #: Matching, and products of fewer rows, cost so much of a whole prefill (measured on SmolLM2-135M, 722 tokens).
@@ -37,13 +40,22 @@ _LOOKS_MAX = 8
 def with_reference(state: State, request: RequestArrived, chosen: Candidate, now_ns: int) -> Candidate:
     """The candidate with a reference, or as it is where none helps."""
     worker = state.workers[chosen.worker_id]
-    if not request.sketch or not _may_use(state, worker, request, chosen):
+    if not (request.sketch or request.documents) or not _may_use(state, worker, request, chosen):
         return chosen
+    tokens = request.prompt_tokens - chosen.cached_tokens
+    parts, found = _documents(state, worker, request, chosen.cached_tokens, now_ns)
+    if parts:
+        reuse = reuse_of(tokens, found, 100 * found // tokens)
+        whole = msgspec.structs.replace(parts[0], resemblance=reuse.resemblance, others=parts[1:])
+        spared = _priced(state, chosen, whole, reuse.computed_tokens, tokens, now_ns)
+        if spared.ttft_ns < chosen.ttft_ns:
+            return spared
     alike = state.similar.like(request.tenant, request.sketch, state.policy.similar_percent_min)
     for percent, prompt in islice(alike, _LOOKS_MAX):
         reference = _where(state, worker, percent, prompt, now_ns)
         if reference is not None:
-            spared = _priced(state, chosen, reference, request.prompt_tokens, now_ns)
+            computed = expected_reuse(tokens, percent).computed_tokens
+            spared = _priced(state, chosen, reference, computed, tokens, now_ns)
             # Those that follow are less alike.
             return spared if spared.ttft_ns < chosen.ttft_ns else chosen
     return chosen
@@ -60,12 +72,44 @@ def _may_use(state: State, worker: WorkerRecord, request: RequestArrived, chosen
     )
 
 
+def _documents(
+    state: State, worker: WorkerRecord, request: RequestArrived, cached: int, now_ns: int
+) -> tuple[list[Reference], int]:
+    """Those of the request behind its exact prefix that nodes have, and how many of its tokens they have in all."""
+    parts: list[Reference] = []
+    taken: dict[bytes, bool] = {}
+    found = 0
+    for document in request.documents:
+        behind = document.first_token + document.tokens - max(cached, document.first_token)
+        known = state.similar.document(request.tenant, document.name)
+        if known is None or behind <= 0:
+            continue
+        # Two documents of one prompt have the block between them in common.
+        keys = split_keys(known.block_keys)
+        fresh = [place for place, key in enumerate(keys) if key not in taken]
+        if not fresh or fresh[-1] - fresh[0] >= len(fresh):
+            continue
+        first, stop = fresh[0], fresh[-1] + 1
+        part = _held(state, worker, known.block_keys[first * KEY_BYTES : stop * KEY_BYTES], now_ns)
+        if part is not None:
+            held = len(part.block_keys) // KEY_BYTES
+            parts.append(msgspec.structs.replace(part, first_block=known.first_block + first, named=True))
+            taken |= dict.fromkeys(keys[first : first + held], True)
+            found += min(behind, held * worker.block_tokens)
+    return parts, found
+
+
 def _where(
     state: State, worker: WorkerRecord, percent: int, prompt: KnownPrompt, now_ns: int
 ) -> Reference | None:
-    """The longest run of its blocks that a node has, on the worker's own node where that has as many."""
-    whole = len(prompt.block_keys) // KEY_BYTES
-    runs = readable_runs(state, prompt.block_keys, now_ns)
+    part = _held(state, worker, prompt.block_keys, now_ns)
+    return None if part is None else msgspec.structs.replace(part, resemblance=percent)
+
+
+def _held(state: State, worker: WorkerRecord, block_keys: bytes, now_ns: int) -> Reference | None:
+    """The longest run of the blocks that a node has, on the worker's own node where that has as many."""
+    whole = len(block_keys) // KEY_BYTES
+    runs = readable_runs(state, block_keys, now_ns)
     if not runs or runs[0][0] * 100 < whole * _HELD_PERCENT_MIN:
         return None
     blocks, nodes = runs[0]
@@ -73,28 +117,28 @@ def _where(
     others = [one for one in nodes if one != first]
     return Reference(
         node_id=first,
-        block_keys=prompt.block_keys[: blocks * KEY_BYTES],
-        resemblance=percent,
+        block_keys=block_keys[: blocks * KEY_BYTES],
+        resemblance=0,
         replicas=others[: state.policy.fetch_replicas],
     )
 
 
 def _priced(
-    state: State, chosen: Candidate, reference: Reference, prompt_tokens: int, now_ns: int
+    state: State, chosen: Candidate, reference: Reference, computed: int, tokens: int, now_ns: int
 ) -> Candidate:
-    """As it is where too little is spared."""
-    worker, tokens = state.workers[chosen.worker_id], prompt_tokens - chosen.cached_tokens
-    reuse = expected_reuse(tokens, reference.resemblance)
-    percent = 100 * reuse.computed_tokens // tokens + _AROUND_PERCENT
+    """As it is where too little is spared: `computed` of the `tokens` behind the prefix are computed all the same."""
+    worker = state.workers[chosen.worker_id]
+    percent = 100 * computed // tokens + _AROUND_PERCENT
     if percent > 100 - _GAIN_PERCENT_MIN:
         return chosen
     prefill_ns = chosen.prefill_ns * percent // 100
-    read_ns = 0
-    if reference.node_id != worker.node_id:
-        policy = state.policy
-        bytes_s = link_bytes_s(state.links, worker.node_id, reference.node_id, now_ns, policy.link_bytes_s)
-        blocks = len(reference.block_keys) // KEY_BYTES
-        read_ns = transfer_ns(blocks * worker.block_bytes, bytes_s, 1, policy.link_latency_ns)
+    read_ns, policy = 0, state.policy
+    # One after the other, as the worker reads them.
+    for part in reference.parts:
+        if part.node_id != worker.node_id:
+            bytes_s = link_bytes_s(state.links, worker.node_id, part.node_id, now_ns, policy.link_bytes_s)
+            blocks = len(part.block_keys) // KEY_BYTES
+            read_ns += transfer_ns(blocks * worker.block_bytes, bytes_s, 1, policy.link_latency_ns)
     return msgspec.structs.replace(
         chosen,
         prefill_ns=prefill_ns,

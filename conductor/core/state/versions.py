@@ -16,4 +16,6 @@ def of_these_weights(state: State, event: RequestArrived) -> RequestArrived:
     """`event`, without its keys where they are of other weights."""
     if event.weight_version == state.weight_version:
         return event
-    return msgspec.structs.replace(event, block_keys=b"", sketch=b"", weight_version=state.weight_version)
+    return msgspec.structs.replace(
+        event, block_keys=b"", sketch=b"", documents=[], weight_version=state.weight_version
+    )

@@ -101,15 +101,17 @@ class SelectivePrefill:
         *,
         schedule: Schedule | None = None,
         matching: Matching | None = None,
+        places: Tensor | None = None,
         keep: int = 0,
     ) -> None:
-        """`matching`: which tokens stand in; None: those of the runs that both have. `keep`: of the tokens from `start`
-        on, each layer keeps so many in the cache, in order and without gaps; 0: all, in their places.
+        """`matching`: which tokens stand in; None: those of the runs that both have. `places`: positions of the
+        reference's keys, int64 `[tokens]`; None: from 0 on. `keep`: of the tokens from `start` on, each layer keeps so
+        many in the cache, in order and without gaps; 0: all, in their places.
         """
         self._model, self._cache, self._attention = engine.transformer, engine.cache, engine.attention
         self._token_ids, self._start, self._table = token_ids, start, block_table
         self._schedule = schedule or Schedule()
-        self._matching = matching
+        self._matching, self._places = matching, places
         self._positions = torch.arange(start, len(token_ids), device=self._model.device)
         self._keep = keep or len(self._positions)
 
@@ -187,9 +189,10 @@ class SelectivePrefill:
 
     def _standing_in(self, layer: tuple[Tensor, Tensor], matching: Matching) -> tuple[Tensor, Tensor]:
         k, v = layer
-        self._model.rotary.reach(len(k))
         rows = matching.rows
-        return turned(self._model.rotary, k[rows], self._positions - rows), v[rows]
+        by = self._positions - (rows if self._places is None else self._places[rows])
+        self._model.rotary.reach(int(by.abs().max()) + 1)
+        return turned(self._model.rotary, k[rows], by), v[rows]
 
     def _slots(self, positions: Tensor) -> Tensor:
         """Row of the cache of each position."""
