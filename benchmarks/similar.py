@@ -12,6 +12,10 @@ prompt and reference, as their sketches tell it, the core decides whether one st
   rotation`: hashes of embeddings that were not turned;
 - controls that must be bad: `random` rows of the reference, `zeroed` KV, and K that is `not turned` to its new place.
 
+Documents (`kv.documents`): three of them, the KV of each computed behind other text, stand in for a prompt of them in
+another order, three orders in all; what follows the last one is teacher-forced. Beside ours `nothing more`, where they
+are turned to their places and no token of theirs is computed behind layer 0.
+
 Time: by turns, the prefill of the whole prompt and with a reference, of which one sentence in fifty or in ten is
 another; of the engine alone, with the reference in the same process.
 """
@@ -37,7 +41,7 @@ from halfmoon.schemas.similar import resemblance_percent, sketch_of
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import load_model
 from halfmoon.workers.model.similar.matching import Matching, match_runs
-from halfmoon.workers.model.similar.selective import SelectivePrefill
+from halfmoon.workers.model.similar.selective import Schedule, SelectivePrefill
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 Tensor = torch.Tensor
@@ -234,10 +238,14 @@ def one_way(
     made = SelectivePrefill(bench.engine, prompt, 0, PROMPT, matching=matching).run(kv.__getitem__)
     assert made is not None
     got = bench.following(made.logits, len(prompt), follow)
+    return apart(wanted, got, follow, made.computed_tokens / len(prompt))
+
+
+def apart(wanted: Tensor, got: Tensor, follow: list[int], computed: float) -> dict[str, float]:
     next_ids = torch.tensor(follow)
     places = torch.arange(len(follow))
     return {
-        "computed": made.computed_tokens / len(prompt),
+        "computed": computed,
         "nll": float((wanted[places, next_ids] - got[places, next_ids]).mean()),
         "kl": float((wanted.exp() * (wanted - got)).sum(dim=1).mean()),
         "same": float((wanted.argmax(dim=1) == got.argmax(dim=1)).float().mean()),
@@ -248,6 +256,46 @@ def means(measured: list[dict[str, float]]) -> dict[str, Any]:
     mean = {name: round(statistics.fmean(one[name] for one in measured), 4) for name in measured[0]}
     kls = [round(one["kl"], 4) for one in measured]
     return {**mean, "kl_least": min(kls), "kl_most": max(kls)}
+
+
+# --- documents ----------------------------------------------------------------------------------------------
+
+
+def documents(bench: Bench, tokens: int, following: int) -> dict[str, dict[str, Any]]:
+    """By way: means over the orders, and the spread of KL."""
+    before = bench.ids(sentences_of("README.md"))[:100]
+    texts, nexts, kvs = [], [], []
+    for path in DOCUMENTS[:3]:
+        every = bench.ids(sentences_of(path))
+        texts.append(every[: tokens // 3])
+        nexts.append(every[tokens // 3 :][:following])
+        kvs.append([(k[100:], v[100:]) for k, v in bench.reference([*before, *texts[-1]])])
+    found: dict[str, list[dict[str, float]]] = {}
+    for order in ((2, 0, 1), (1, 2, 0), (0, 2, 1)):
+        prompt = [token for each in order for token in texts[each]]
+        wanted = bench.following(bench.prefill(prompt, PROMPT), len(prompt), nexts[order[-1]])
+        # The reference is all of them in the order of the list, each behind other text.
+        reference = [token for text in texts for token in text]
+        kv = [
+            tuple(torch.cat([each[layer][part] for each in kvs]) for part in (0, 1))
+            for layer in range(len(kvs[0]))
+        ]
+        places = torch.cat([torch.arange(100, 100 + len(text)) for text in texts])
+        runs = match_runs(prompt, 0, reference)
+        ways: dict[str, dict[str, Any]] = {
+            "documents": {"places": places},
+            "documents, nothing more": {"places": places, "schedule": Schedule(first=0.0)},
+            "documents, not turned": {"places": torch.arange(len(reference))},
+        }
+        for way, more in ways.items():
+            made = SelectivePrefill(bench.engine, prompt, 0, PROMPT, matching=runs, **more).run(
+                kv.__getitem__
+            )
+            assert made is not None
+            got = bench.following(made.logits, len(prompt), nexts[order[-1]])
+            measured = apart(wanted, got, nexts[order[-1]], made.computed_tokens / len(prompt))
+            found.setdefault(way, []).append(measured | {"resemblance": 100 * runs.found / len(prompt)})
+    return {way: means(each) for way, each in found.items()}
 
 
 # --- time ---------------------------------------------------------------------------------------------------
@@ -315,6 +363,7 @@ def main() -> None:
         ]
     if options.part in ("all", "quality"):
         found["quality"] = quality(bench, options)
+        found["quality"]["in another order"] = documents(bench, options.tokens, options.following)
         found["tokens"], found["documents"] = options.tokens, list(DOCUMENTS[: options.documents])
         lines.append("edit (resemblance), way: computed, dNLL, KL (least to most), same likeliest token")
         lines += [
