@@ -205,6 +205,8 @@ def _arrivals(histories: Sequence[RequestHistory], core: Core) -> list[Arrival]:
                 block_keys=event.block_keys,
                 priority=event.priority,
                 tenant=event.tenant,
+                sketch=event.sketch,
+                documents=event.documents,
                 ttft_slo_ns=event.ttft_slo_ns,
                 tbt_slo_ns=event.tbt_slo_ns,
             )

@@ -22,7 +22,7 @@ from halfmoon.schemas.decisions import StartPrefill, StartStage
 from halfmoon.schemas.events import PrefillFinished, StageFinished, WorkerHeartbeat
 from halfmoon.schemas.keys import common_blocks, join_keys
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.schemas.similar import SimilarReuse, expected_reuse
+from halfmoon.schemas.similar import SimilarReuse, expected_reuse, reuse_of
 
 
 class SimulatedJob:
@@ -312,7 +312,10 @@ class SimulatedPrefill:
 
 
 def _reuse(order: StartPrefill, cached: int) -> SimilarReuse | None:
-    """As much as the sketches promise."""
-    if order.reference is None:
+    """As much as the core expects."""
+    reference, tokens = order.reference, order.prompt_tokens - cached
+    if reference is None:
         return None
-    return expected_reuse(order.prompt_tokens - cached, order.reference.resemblance)
+    if reference.named:
+        return reuse_of(tokens, tokens * reference.resemblance // 100, reference.resemblance)
+    return expected_reuse(tokens, reference.resemblance)

@@ -23,6 +23,7 @@ import msgspec
 import zstandard
 
 from halfmoon.schemas.numbers import MS_NS
+from halfmoon.schemas.similar import NamedDocument
 
 #: Tokens of a block that an id names, in Mooncake's traces.
 TRACE_BLOCK_TOKENS = 512
@@ -53,6 +54,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tenant: str = ""
     #: Where KV of a similar prompt may stand in (`halfmoon.schemas.similar`).
     sketch: bytes = b""
+    documents: list[NamedDocument] = []
     #: 0: by the policy.
     ttft_slo_ns: int = 0
     tbt_slo_ns: int = 0

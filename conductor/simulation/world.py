@@ -426,6 +426,7 @@ class World:
                 tenant=arrival.tenant,
                 priority=arrival.priority,
                 sketch=arrival.sketch,
+                documents=arrival.documents,
             )
         )
 

@@ -260,6 +260,18 @@ def test_no_block_is_asked_for_twice() -> None:
     ]
 
 
+def test_tokens_of_two_documents_count_once() -> None:
+    """One is a part of the other, and was computed in a prompt of its own."""
+    script = cluster()
+    for number, ids in enumerate((ONE, ONE[100:400]), 1):
+        computed(script, read(script, f"r{number}", number, ids), seed=number, prompt_tokens=100 + len(ids))
+    prompt = [*ONE, *tokens(400, 77)]
+    named = [document(one, prompt) for one in (ONE[100:400], ONE)]
+    order = asked(script, "r3", prompt, 3, sketch=b"", documents=named)
+    assert order.reference is not None
+    assert order.reference.resemblance == 100 * len(ONE) // len(prompt)
+
+
 @pytest.mark.parametrize("why", ["tenant", "root", "gone", "a document of four", "in the prefix"])
 def test_what_is_not_known_or_of_no_use_does_not_stand_in(why: str) -> None:
     script = cluster()

@@ -19,6 +19,8 @@ from halfmoon.conductor.simulation.trace import Arrival, read_trace
 from halfmoon.schemas.decisions import MoveKv, StartDecode
 from halfmoon.schemas.events import WorkerJoined
 from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.similar import NamedDocument
+from tests.conductor.conductor_scripts import keys
 
 GOLDEN = Path(__file__).parent / "golden"
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "conversation_trace.jsonl.zst"
@@ -61,6 +63,34 @@ def test_arrivals_cluster_and_costs_are_those_of_the_run(run: Recorded, arrivals
     for arrival, original in zip(run.arrivals, arrivals, strict=True):
         request = run.outcomes[f"r{run.arrivals.index(arrival)}"]
         assert request.end != "finished" or arrival.output_tokens == original.output_tokens
+
+
+def test_what_may_stand_in_for_a_prompt_is_asked_for_again(tmp_path: Path) -> None:
+    """A near-copy, and a prompt of documents: as the run had them."""
+    names = [
+        NamedDocument(name=bytes([place]) * 16, first_token=4_096 * place, tokens=4_096) for place in (0, 1)
+    ]
+    given = [
+        Arrival(
+            at_ns=(1 + 100 * place) * 1_000_000_000,
+            prompt_tokens=8_193,
+            output_tokens=2,
+            block_keys=keys(16, place),
+            sketch=bytes(range(256)) if place < 2 else b"",
+            documents=names if place > 1 else [],
+        )
+        for place in range(4)
+    ]
+    policy = Policy(admission="none", ttft_slo_ns=1_000_000_000_000)
+    run = recorded(Replay(log_of(tmp_path / "log.jsonl.zst", CLUSTER, given, policy)))
+    assert [(one.sketch, one.documents) for one in run.arrivals] == [
+        (one.sketch, one.documents) for one in given
+    ]
+    told = compare(run, policy)
+    was, then = told.recorded.service.ttft_ms, told.simulated.service.ttft_ms
+    off = compare(run, msgspec.structs.replace(policy, similar_tokens_min=0)).what_if.service.ttft_ms
+    assert then.mean == pytest.approx(was.mean, rel=0.05)
+    assert off.mean > 1.2 * was.mean
 
 
 def test_the_record_is_told_as_the_simulation_told_it(

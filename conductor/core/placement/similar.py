@@ -78,11 +78,11 @@ def _documents(
     """Those of the request behind its exact prefix that nodes have, and how many of its tokens they have in all."""
     parts: list[Reference] = []
     taken: dict[bytes, bool] = {}
-    found = 0
-    for document in request.documents:
-        behind = document.first_token + document.tokens - max(cached, document.first_token)
+    found, reached = 0, cached
+    for document in sorted(request.documents, key=lambda one: one.first_token):
+        end = document.first_token + document.tokens
         known = state.similar.document(request.tenant, document.name)
-        if known is None or behind <= 0:
+        if known is None or end <= reached:
             continue
         # Two documents of one prompt have the block between them in common.
         keys = split_keys(known.block_keys)
@@ -95,7 +95,8 @@ def _documents(
             held = len(part.block_keys) // KEY_BYTES
             parts.append(msgspec.structs.replace(part, first_block=known.first_block + first, named=True))
             taken |= dict.fromkeys(keys[first : first + held], True)
-            found += min(behind, held * worker.block_tokens)
+            found += min(end - max(reached, document.first_token), held * worker.block_tokens)
+            reached = end
     return parts, found
 
 
