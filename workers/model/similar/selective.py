@@ -34,7 +34,7 @@ ReferenceLayer = Callable[[int], tuple[Tensor, Tensor]]
 
 #: Rows of layer 0 that attend in one call.
 _ROWS_AT_ONCE = 256
-#: And of the others. A call reads all keys up to its last row, masked: with fewer rows it reads fewer in vain, and below
+#: And of the others. A call reads all keys up to its last row, masked: with fewer rows it reads fewer in vain. Below
 #: this many a call's own cost counts (64 took 20 to 30 % less than 256 over 800 keys).
 _MASKED_ROWS = 64
 #: Of the tokens, so many percent must be found in the reference: with fewer, quality and time are no better than
