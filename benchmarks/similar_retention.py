@@ -43,7 +43,7 @@ class Judged(SelectivePrefill):
     ways: dict[str, tuple[list[int], int]]
     kept: dict[str, list[Tensor]]
 
-    def _leave_out(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def _kept(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor) -> None:
         for way, (counts, newest) in self.ways.items():
             found = most_attended(q, keys, positions, 0, counts[layer], newest)
             self.kept.setdefault(way, []).append(found)

@@ -22,9 +22,10 @@ from halfmoon.workers.model.similar.selective import (
     Schedule,
     SelectivePrefill,
     SelectiveResult,
-    turned,
+    turn_by,
 )
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from halfmoon.workers.model.transformer import rotate
 
 Tensor = torch.Tensor
 Read = Callable[[int], tuple[Tensor, Tensor]]
@@ -144,7 +145,7 @@ def test_in_the_first_layer_what_stands_in_is_what_would_be_computed(
     )
     places = torch.arange(len(text))
     there, here = places + max(0, -shift), places + max(0, shift)
-    moved = turned(engine.transformer.rotary, old_k[there], here - there)
+    moved = rotate(old_k[there], *turn_by(engine.transformer.rotary, here - there))
     assert float((moved - k[here]).abs().max()) <= 1e-5 * float(k.abs().max())
     assert float((old_k[there] - k[here]).abs().max()) > 0.1 * float(k.abs().max()), "turned by nothing"
     torch.testing.assert_close(old_v[there], v[here], atol=1e-6, rtol=1e-6)
@@ -309,7 +310,7 @@ def test_documents_in_another_order_are_turned_from_where_they_stood(
     places = torch.cat([torch.arange(128, 256), torch.arange(128)])
     kv = [(k[places], v[places]) for k, v in cached(engine, REFERENCE, 256)]
     rotary = engine.transformer.rotary
-    moved = [(turned(rotary, k, torch.arange(256) - places), v) for k, v in kv]
+    moved = [(rotate(k, *turn_by(rotary, torch.arange(256) - places)), v) for k, v in kv]
     if start:
         prefilled(engine, prompt[:start], PROMPT)
     made = SelectivePrefill(engine, prompt, start, PROMPT, places=places).run(kv.__getitem__)

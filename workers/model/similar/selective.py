@@ -125,10 +125,10 @@ class SelectivePrefill:
         model.rotary.reach(len(self._token_ids))
         cos, sin = model.rotary.rows(self._positions)
         slots = self._slots(self._positions)
-        every = self._slots(torch.arange(len(self._token_ids), device=model.device))
+        prefix = self._slots(torch.arange(self._start, device=model.device))
         x = model.embed(torch.tensor(self._token_ids[self._start :], device=model.device))
         rows = torch.arange(len(self._positions), device=model.device)
-        matching, found, computed = self._matching, 0, []
+        found, computed = 0, []
         for i, layer in enumerate(model.layers):
             if hooks.should_stop is not None and hooks.should_stop():
                 return None
@@ -137,24 +137,25 @@ class SelectivePrefill:
                 hooks.before_layer(i)
             if i == 0:
                 self._store(i, slots, k, v)
-                matching = (matching or self._match(v, reference(0)[1])).on(model.device)
-                found = matching.found
+                matching = (self._matching or self._match(v, reference(0)[1])).on(model.device)
+                found, turn = matching.found, self._turn(matching)
                 attended = self._attend_all(q, k, v)
-                keys = self._cache.k[0].flatten(0, 1)[every]
+                every_k, every_v = k, v
+                keys, _ = self._behind_prefix(i, prefix, k, v)
             else:
-                assert matching is not None
-                old_k, old_v = self._standing_in(reference(i), matching)
-                self._store(i, slots, old_k, old_v)
-                self._store(i, slots[rows], k, v)
-                kept = _chosen(
-                    _deviation(k, old_k[rows]) + _deviation(v, old_v[rows]),
-                    matching.forced[rows],
-                    self._schedule.rows(i, found),
-                )
-                rows, q, x = rows[kept], q[kept], x[kept]
-                keys, values = (cache[i].flatten(0, 1)[every] for cache in (self._cache.k, self._cache.v))
+                old_k, old_v = reference(i)
+                every_k, every_v = rotate(old_k[matching.rows], *turn), old_v[matching.rows]
+                deviation = _deviation(k, every_k[rows]) + _deviation(v, every_v[rows])
+                every_k.index_copy_(0, rows, k)
+                every_v.index_copy_(0, rows, v)
+                self._store(i, slots, every_k, every_v)
+                chosen = _chosen(deviation, matching.forced[rows], self._schedule.rows(i, found))
+                rows, q, x = rows[chosen], q[chosen], x[chosen]
+                keys, values = self._behind_prefix(i, prefix, every_k, every_v)
                 attended = attend_rows(q, keys, values, self._positions[rows])
-            self._leave_out(i, q, keys, self._positions[rows], slots)
+            kept = self._kept(i, q, keys, self._positions[rows])
+            if kept is not None:
+                self._store(i, slots[: len(kept)], every_k[kept], every_v[kept])
             if hooks.after_layer is not None:
                 if model.device.type == "cuda":
                     torch.cuda.synchronize(model.device)
@@ -163,13 +164,11 @@ class SelectivePrefill:
             x = layer.finish(x, attended.reshape(len(rows), -1))
         return SelectiveResult(model.logits(x[-1:])[0], found, computed)
 
-    def _leave_out(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Move what is kept of this layer's KV to the first of its slots. `q`: of the rows at `positions`."""
-        if self._keep == len(slots):
-            return
-        kept = most_attended(q, keys, positions, self._start, self._keep)
-        for cache in (self._cache.k[layer].flatten(0, 1), self._cache.v[layer].flatten(0, 1)):
-            cache.index_copy_(0, slots[: len(kept)], cache[slots[kept]])
+    def _kept(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor) -> Tensor | None:
+        """Which tokens from the start on a layer keeps; None: all, in their places. `q`: of the rows at `positions`."""
+        if self._keep == len(self._positions):
+            return None
+        return most_attended(q, keys, positions, self._start, self._keep)
 
     def _match(self, values: Tensor, reference_values: Tensor) -> Matching:
         prompt = self._token_ids
@@ -190,12 +189,20 @@ class SelectivePrefill:
             self._attention.attend(q[some], k[some], v[some], cache, plan, attended[some])
         return attended
 
-    def _standing_in(self, layer: tuple[Tensor, Tensor], matching: Matching) -> tuple[Tensor, Tensor]:
-        k, v = layer
+    def _turn(self, matching: Matching) -> tuple[Tensor, Tensor]:
+        """Rotary tables that turn the keys of the matched rows to their places in the prompt."""
         rows = matching.rows
         by = self._positions - (rows if self._places is None else self._places[rows])
         self._model.rotary.reach(int(by.abs().max()) + 1)
-        return turned(self._model.rotary, k[rows], by), v[rows]
+        return turn_by(self._model.rotary, by)
+
+    def _behind_prefix(self, layer: int, prefix: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of the whole prompt; `prefix`: the slots of its beginning, which is cached."""
+        if not self._start:
+            return k, v
+        cached = (cache[layer].flatten(0, 1)[prefix] for cache in (self._cache.k, self._cache.v))
+        keys, values = (torch.cat(pair) for pair in zip(cached, (k, v), strict=True))
+        return keys, values
 
     def _slots(self, positions: Tensor) -> Tensor:
         """Row of the cache of each position."""
@@ -208,10 +215,10 @@ class SelectivePrefill:
         self._cache.v[layer].flatten(0, 1).index_copy_(0, slots, v)
 
 
-def turned(rotary: Rotary, k: Tensor, by: Tensor) -> Tensor:
-    """K `[rows, kv_heads, head_dim]`, which carries its position, so many positions (int64 `[rows]`) further on."""
+def turn_by(rotary: Rotary, by: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables for `rotate`: K that carries its position, so many positions (int64 `[rows]`) further on."""
     cos, sin = rotary.rows(by.abs())
-    return rotate(k, cos, sin * by.sign().view(-1, 1, 1))
+    return cos, sin * by.sign().view(-1, 1, 1)
 
 
 def attend_rows(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
