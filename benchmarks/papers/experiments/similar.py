@@ -71,8 +71,8 @@ def similar(context: Context) -> Section:
             "Below 700 tokens, and where less than 40 % is alike or less than a fifth would be gained, the prompt is "
             "computed whole (policy `similar_tokens_min`, `similar_percent_min`). The paper says that below 700 tokens "
             "little is gained.",
-            "The paper also keeps fewer tokens in deep layers, for 42 % less KV memory; with `retain` 0.6 ours keeps 40 % "
-            "fewer in each layer (quality: benchmarks/similar_retention.py). Simulated workers keep all.",
+            "The paper also keeps fewer tokens in deep layers, for 42 % less KV memory; with `retain` 0.6 ours keeps "
+            "40 % fewer in each layer (quality: benchmarks/similar_retention.py). Simulated workers keep all.",
             "The reference is on the worker's own node here. From another it is read while the prompt is computed, and "
             "the core takes the longer of the two.",
         ],
