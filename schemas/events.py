@@ -15,7 +15,7 @@ from halfmoon.schemas.decisions import EngineRefusal
 from halfmoon.schemas.lending import PlaceWait
 from halfmoon.schemas.policy import Layout, Policy
 from halfmoon.schemas.roles import WorkerRole
-from halfmoon.schemas.similar import DOCUMENTS_MAX, NamedDocument, SimilarReuse, Sketch
+from halfmoon.schemas.similar import NamedDocuments, SimilarReuse, Sketch
 from halfmoon.schemas.types import (
     BlockKeys,
     Blocks,
@@ -312,8 +312,7 @@ class RequestArrived(Message, frozen=True):
     sketch: Sketch = b""
     #: Of which the block keys are.
     weight_version: Text = ""
-    #: Parts of the prompt for which KV of other prompts that have them may stand in.
-    documents: Annotated[list[NamedDocument], Meta(max_length=DOCUMENTS_MAX)] = []
+    documents: NamedDocuments = []
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)

@@ -57,31 +57,45 @@ class NamedDocument(Part, frozen=True):
     document's tokens.
     """
 
-    name: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    name: Annotated[bytes, Meta(max_length=KEY_BYTES)]
     first_token: Tokens
     tokens: Tokens
 
 
-class Reference(Part, frozen=True):
-    """A prompt whose KV may stand in for another's: `node_id` has these blocks of it, from `first_block` on.
+NamedDocuments = Annotated[
+    list[NamedDocument],
+    Meta(
+        max_length=DOCUMENTS_MAX,
+        description="parts of the prompt for which KV of other prompts that have them may stand in",
+    ),
+]
+
+
+class ReferencePart(Part, frozen=True, kw_only=True):
+    """Blocks of another prompt, from `first_block` of it on: `node_id` has them."""
+
+    node_id: Id
+    block_keys: BlockKeys
+    #: Other nodes that have all of them, for the case that this one fails.
+    replicas: list[Id] = []
+    first_block: Blocks = 0
+
+
+class Reference(ReferencePart, frozen=True, kw_only=True):
+    """A prompt whose KV may stand in for another's.
 
     `resemblance`: percent of shingles in common, as the sketches tell; of documents, percent of the tokens behind the
     exact prefix.
     """
 
-    node_id: Id
-    block_keys: BlockKeys
     resemblance: Annotated[int, Meta(ge=0, le=100)]
-    #: Other nodes that have all of them, for the case that this one fails.
-    replicas: list[Id] = []
-    first_block: Blocks = 0
     #: It is of a document that the request names; `others`: of further ones. No block is in two of them.
     named: bool = False
-    others: list[Reference] = []
+    others: list[ReferencePart] = []
 
     @property
-    def parts(self) -> list[Reference]:
-        """This one, and those of further documents."""
+    def parts(self) -> list[ReferencePart]:
+        """Its own blocks, and those of further documents."""
         return [self, *self.others]
 
 

@@ -344,25 +344,6 @@ def free_decode(state: State, order: Order) -> None:
     load_changed(state, order.decode_id)
 
 
-def free_left_out(state: State, order: Order, retained_tokens: int, prompt_tokens: int) -> None:
-    """The decode worker gets the KV of fewer tokens than the prompt has: it has room for others."""
-    worker = state.workers.get(order.decode_id)
-    duty = worker.batch if worker is not None else None
-    if worker is None or duty is None or order.order_id not in duty.orders:
-        return
-    half = order.decode
-    tokens = min(half.context_tokens, max(0, prompt_tokens - retained_tokens))
-    # Whole blocks alone: the answer goes on in the last one that is kept.
-    blocks = min(half.reserved_blocks, tokens // worker.block_tokens)
-    half.reserved_blocks -= blocks
-    half.context_tokens -= tokens
-    duty.orders[order.order_id] -= blocks
-    worker.reserved_blocks -= blocks
-    duty.context_tokens -= tokens
-    state.loads.changed(worker)
-    load_changed(state, order.decode_id)
-
-
 def free_stages(state: State, order: Order) -> None:
     """The prefill half is over, and all stages with it."""
     for worker_id in list(order.prefill.staged):

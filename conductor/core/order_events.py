@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from halfmoon.conductor.core import booking, orders
-from halfmoon.conductor.core.corrections import answer_seen, prefill_seen
+from halfmoon.conductor.core.corrections import answer_seen, load_changed, prefill_seen
 from halfmoon.conductor.core.loans import end_loans, kv_move_refused, kv_moved
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.cost import Answers, Link, answer_class, learn_answer, measured_link
@@ -108,14 +108,33 @@ def _open_order(state: State, event: OrderEvent) -> Order | None:
 def _prefill_finished(state: State, order: Order, request: Request, event: PrefillFinished) -> None:
     permille = prefill_seen(state, order, event)
     booking.free_prefill(state, order)
-    order.prefill.end_ns = state.at_ns
     # In an older log only the request has the prompt's length; placed once more, it has tokens of its answer on top.
     known = event.prompt_tokens or (request.event.prompt_tokens if request.placements == 1 else 0)
-    learn_prefill(state, event, known, of_request=request.event.prompt_tokens, permille=permille)
     if event.similar is not None and event.similar.retained_tokens:
-        booking.free_left_out(state, order, event.similar.retained_tokens, known)
+        _free_left_out(state, order, event.similar.retained_tokens, known)
+    order.prefill.end_ns = state.at_ns
+    learn_prefill(state, event, known, of_request=request.event.prompt_tokens, permille=permille)
     _know_prompt(state, order, request)
     _learn_links(state, order, event)
+
+
+def _free_left_out(state: State, order: Order, retained_tokens: int, prompt_tokens: int) -> None:
+    """The decode worker gets the KV of fewer tokens than the prompt has: it has room for others."""
+    worker = state.workers.get(order.decode_id)
+    duty = worker.batch if worker is not None else None
+    if worker is None or duty is None or order.order_id not in duty.orders:
+        return
+    half = order.decode
+    tokens = min(half.context_tokens, max(0, prompt_tokens - retained_tokens))
+    # Whole blocks alone: the answer goes on in the last one that is kept.
+    blocks = min(half.reserved_blocks, tokens // worker.block_tokens)
+    half.reserved_blocks -= blocks
+    half.context_tokens -= tokens
+    duty.orders[order.order_id] -= blocks
+    worker.reserved_blocks -= blocks
+    duty.context_tokens -= tokens
+    state.loads.changed(worker)
+    load_changed(state, order.decode_id)
 
 
 def _know_prompt(state: State, order: Order, request: Request) -> None:

@@ -14,7 +14,7 @@ from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.schemas.decisions import Fetch
 from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.roles import ROLES, WorkerRole
-from halfmoon.schemas.similar import Reference
+from halfmoon.schemas.similar import Reference, ReferencePart
 from halfmoon.schemas.types import KEY_BYTES
 
 PREFILL_HEADS = (
@@ -162,7 +162,7 @@ def group_line(c: Candidate) -> str:
     return f"computed together, in chunks of {c.chunk_tokens} tokens: {parts}; prefill {times}"
 
 
-def _piece(part: Reference) -> str:
+def _piece(part: ReferencePart) -> str:
     blocks = len(part.block_keys) // KEY_BYTES
     return f"{blocks} {'blocks' if blocks > 1 else 'block'} at {part.node_id}"
 

@@ -88,6 +88,26 @@ class AnswerForm:
     forwarded: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class KvReuse:
+    """How KV of other prompts may be used.
+
+    `similar`: that of a similar prompt may stand in for some of this one's; None: as the frontend has it for the
+    tenant. `documents`: parts of the prompt for which KV of other prompts may stand in: texts, or tokens as
+    `pack_tokens` has them. `retain_percent`: where either does, each layer keeps the KV of so many percent of the
+    tokens; 0: of all.
+    """
+
+    similar: bool | None = None
+    documents: tuple[str | bytes, ...] = ()
+    retain_percent: int = 0
+
+    @property
+    def allowed(self) -> bool:
+        """Something may stand in."""
+        return bool(self.similar or self.documents)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiRequest:
     """A checked request, the same for both edges."""
@@ -114,12 +134,7 @@ class ApiRequest:
     tbt_slo_ns: int
     tenant: str
     cache_salt: str
-    #: KV of a similar prompt may stand in for some of this one's; None: as the frontend has it for the tenant.
-    similar: bool | None = None
-    #: Parts of the prompt for which KV of other prompts may stand in: texts, or tokens as `pack_tokens` has them.
-    documents: tuple[str | bytes, ...] = ()
-    #: Where either does, each layer keeps the KV of so many percent of the tokens; 0: of all.
-    retain_percent: int = 0
+    kv: KvReuse = KvReuse()
     priority: int
     request_id: str
 
@@ -378,30 +393,25 @@ def _ask(
         tbt_slo_ns=round((slo.tbt_ms or 0) * MS_NS) if slo else 0,
         tenant=body.tenant or "",
         cache_salt=_cache_salt(body, sampling),
-        similar=body.kv.similar if body.kv else None,
-        documents=_documents(body.kv),
-        retain_percent=_retain_percent(body.kv),
+        kv=_kv_reuse(body.kv) if body.kv else KvReuse(),
         # As vLLM has it, a smaller number is earlier; within the cluster a larger one is.
         priority=-min(max(body.priority or 0, -PRIORITY_MAX), PRIORITY_MAX),
         request_id=body.request_id or "",
     )
 
 
-def _documents(use: KvUse | None) -> tuple[str | bytes, ...]:
-    given = (use.documents if use is not None else None) or ()
-    return tuple(one if isinstance(one, str) else pack_decoded(one) for one in given)
-
-
-def _retain_percent(use: KvUse | None) -> int:
-    """0: all is kept. Raises ApiError where nothing could be left out."""
-    if use is None or use.retain is None:
-        return 0
-    if not (use.similar or use.documents):
+def _kv_reuse(use: KvUse) -> KvReuse:
+    """Raises ApiError where tokens are to be left out and nothing could stand in for them."""
+    if use.retain is not None and not (use.similar or use.documents):
         message = (
             "kv.retain: tokens are left out where other KV stands in: it needs kv.similar or kv.documents"
         )
         raise ApiError(400, message, param="kv", code="contradiction")
-    return round(use.retain * 100) % 100
+    return KvReuse(
+        similar=use.similar,
+        documents=tuple(one if isinstance(one, str) else pack_decoded(one) for one in use.documents or ()),
+        retain_percent=round((use.retain or 0) * 100) % 100,
+    )
 
 
 def _answer_form(body: GeneratingFields, *, echo_only: bool) -> AnswerForm:

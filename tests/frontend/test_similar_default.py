@@ -117,12 +117,13 @@ def test_documents_are_named_where_they_are_in_the_prompt(run: Any, tokenizer: A
 
 
 @pytest.mark.pure
-def test_exact_numerics_refuse_documents_by_name(run: Any) -> None:
+def test_exact_numerics_refuse_it_by_name(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
-        body = {"prompt": DOCUMENT, "max_tokens": 1, "kv": {"documents": [DOCUMENT]}}
-        status, _, answer = await cluster.post("/v1/completions", body)
-        assert status == 400
-        assert answer["error"]["param"] == "kv"
-        assert answer["error"]["message"].startswith("kv.documents: this cluster has exact numerics")
+        for name, given in (("similar", True), ("documents", [DOCUMENT])):
+            body = {"prompt": DOCUMENT, "max_tokens": 1, "kv": {name: given}}
+            status, _, answer = await cluster.post("/v1/completions", body)
+            assert status == 400
+            assert answer["error"]["param"] == "kv"
+            assert answer["error"]["message"].startswith(f"kv.{name}: this cluster has exact numerics")
 
     run(scenario)

@@ -221,7 +221,7 @@ class OpenRequest:
             choices=self.ask.n,
             weight_version=self.arrived.weight_version,
             forwarded=self.ask.answer.forwarded,
-            retain_percent=self.ask.retain_percent,
+            retain_percent=self.ask.kv.retain_percent,
         )
 
     def rekey(self, root_key: bytes, block_keys: bytes, weight_version: str) -> None:

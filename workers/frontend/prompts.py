@@ -120,17 +120,17 @@ class PromptReader:
             self._check_scored(ask, tokens)
         weight_version = self.weight_version
         root, keys = self.keys_of(ask, packed, weight_version)
-        if (ask.similar or ask.documents) and (broken := self._broken_by_similar(ask)):
-            name = "similar" if ask.similar else "documents"
+        if ask.kv.allowed and (broken := self._broken_by_similar(ask)):
+            name = "similar" if ask.kv.similar else "documents"
             raise ApiError(400, f"kv.{name}: {broken}", param="kv", code="contradiction")
-        sketch = sketch_of(root, np.frombuffer(packed, "<u4")) if ask.similar else b""
-        documents = await self._documents(ask, root, packed) if ask.documents else ()
+        sketch = sketch_of(root, np.frombuffer(packed, "<u4")) if ask.kv.similar else b""
+        documents = await self._documents(ask, root, packed) if ask.kv.documents else ()
         return TokenizedPrompt(packed, tokens, root, keys, max_tokens, sketch, weight_version, documents)
 
     async def _documents(self, ask: ApiRequest, root: bytes, packed: bytes) -> tuple[NamedDocument, ...]:
         """Those of the request that are in its prompt. Raises ApiError when the tokenizer fails."""
         found = []
-        for given in ask.documents:
+        for given in ask.kv.documents:
             if isinstance(given, str):
                 encode = functools.partial(
                     self._tokenizer.encode, given, add_special=False, parse_special=not ask.chat
@@ -146,11 +146,11 @@ class PromptReader:
 
     def as_tenant_has_it(self, ask: ApiRequest) -> ApiRequest:
         """`ask` with its tenant's default for KV of similar prompts, where it says nothing and no promise is broken."""
-        if ask.similar is not None or not self._similar_tenants.intersection((ask.tenant, ALL_TENANTS)):
+        if ask.kv.similar is not None or not self._similar_tenants.intersection((ask.tenant, ALL_TENANTS)):
             return ask
         if self._broken_by_similar(ask):
             return ask
-        return dataclasses.replace(ask, similar=True)
+        return dataclasses.replace(ask, kv=dataclasses.replace(ask.kv, similar=True))
 
     def model(self, name: str, created_s: int) -> dict[str, Any]:
         """`/v1/models/{name}`. Raises ApiError 404."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from halfmoon.schemas.decisions import StartPrefill
-from halfmoon.schemas.similar import Reference
+from halfmoon.schemas.similar import Reference, ReferencePart
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.prefill import actions
 from halfmoon.workers.prefill.actions import Actions, ReferenceSlots
@@ -33,7 +33,8 @@ class ReferenceJob:
     """`layers`: of the model."""
 
     def __init__(self, order_id: str, reference: Reference, layers: int) -> None:
-        self._order_id, self._parts, self._layers = order_id, reference.parts, layers
+        self._order_id, self._layers = order_id, layers
+        self._parts, self._resemblance = reference.parts, reference.resemblance
         self._slots: list[int] = []
         #: To be asked for one after the other, the first one under way.
         self._fetches: list[actions.FetchReference] = []
@@ -76,7 +77,7 @@ class ReferenceJob:
             blocks=[block for part in self._parts for block in _blocks(part)],
             first_token=first_token,
             fetched_layer=self._layer,
-            resemblance=self._parts[0].resemblance,
+            resemblance=self._resemblance,
             retain_percent=retain_percent,
         )
 
@@ -119,7 +120,7 @@ class ReferenceJob:
                 out.append(actions.LoadReference(order_id=self._order_id, layer=layer))
 
 
-def _blocks(part: Reference) -> range:
+def _blocks(part: ReferencePart) -> range:
     """Their places in the prompt that they were computed in."""
     return range(part.first_block, part.first_block + len(part.block_keys) // KEY_BYTES)
 

@@ -21,10 +21,9 @@ from halfmoon.conductor.core.placement.prefix_match import readable_runs
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.cost import transfer_ns
 from halfmoon.conductor.core.state.records import WorkerRecord
-from halfmoon.conductor.core.state.similar_index import KnownPrompt
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import split_keys
-from halfmoon.schemas.similar import Reference, expected_reuse, reuse_of
+from halfmoon.schemas.similar import Reference, ReferencePart, expected_reuse, reuse_of
 from halfmoon.schemas.types import KEY_BYTES
 
 #: Matching, and products of fewer rows, cost so much of a whole prefill (measured on SmolLM2-135M, 722 tokens).
@@ -46,14 +45,15 @@ def with_reference(state: State, request: RequestArrived, chosen: Candidate, now
     parts, found = _documents(state, worker, request, chosen.cached_tokens, now_ns)
     if parts:
         reuse = reuse_of(tokens, found, 100 * found // tokens)
-        whole = msgspec.structs.replace(parts[0], resemblance=reuse.resemblance, others=parts[1:])
-        spared = _priced(state, chosen, whole, reuse.computed_tokens, tokens, now_ns)
+        reference = _reference(parts, reuse.resemblance, named=True)
+        spared = _priced(state, chosen, reference, reuse.computed_tokens, tokens, now_ns)
         if spared.ttft_ns < chosen.ttft_ns:
             return spared
     alike = state.similar.like(request.tenant, request.sketch, state.policy.similar_percent_min)
     for percent, prompt in islice(alike, _LOOKS_MAX):
-        reference = _where(state, worker, percent, prompt, now_ns)
-        if reference is not None:
+        part = _held(state, worker, prompt.block_keys, now_ns)
+        if part is not None:
+            reference = _reference([part], percent, named=False)
             computed = expected_reuse(tokens, percent).computed_tokens
             spared = _priced(state, chosen, reference, computed, tokens, now_ns)
             # Those that follow are less alike.
@@ -74,9 +74,9 @@ def _may_use(state: State, worker: WorkerRecord, request: RequestArrived, chosen
 
 def _documents(
     state: State, worker: WorkerRecord, request: RequestArrived, cached: int, now_ns: int
-) -> tuple[list[Reference], int]:
+) -> tuple[list[ReferencePart], int]:
     """Those of the request behind its exact prefix that nodes have, and how many of its tokens they have in all."""
-    parts: list[Reference] = []
+    parts: list[ReferencePart] = []
     taken: dict[bytes, bool] = {}
     found, reached = 0, cached
     for document in sorted(request.documents, key=lambda one: one.first_token):
@@ -93,21 +93,14 @@ def _documents(
         part = _held(state, worker, known.block_keys[first * KEY_BYTES : stop * KEY_BYTES], now_ns)
         if part is not None:
             held = len(part.block_keys) // KEY_BYTES
-            parts.append(msgspec.structs.replace(part, first_block=known.first_block + first, named=True))
+            parts.append(msgspec.structs.replace(part, first_block=known.first_block + first))
             taken |= dict.fromkeys(keys[first : first + held], True)
             found += min(end - max(reached, document.first_token), held * worker.block_tokens)
             reached = end
     return parts, found
 
 
-def _where(
-    state: State, worker: WorkerRecord, percent: int, prompt: KnownPrompt, now_ns: int
-) -> Reference | None:
-    part = _held(state, worker, prompt.block_keys, now_ns)
-    return None if part is None else msgspec.structs.replace(part, resemblance=percent)
-
-
-def _held(state: State, worker: WorkerRecord, block_keys: bytes, now_ns: int) -> Reference | None:
+def _held(state: State, worker: WorkerRecord, block_keys: bytes, now_ns: int) -> ReferencePart | None:
     """The longest run of the blocks that a node has, on the worker's own node where that has as many."""
     whole = len(block_keys) // KEY_BYTES
     runs = readable_runs(state, block_keys, now_ns)
@@ -116,11 +109,23 @@ def _held(state: State, worker: WorkerRecord, block_keys: bytes, now_ns: int) ->
     blocks, nodes = runs[0]
     first = worker.node_id if worker.node_id in nodes else nodes[0]
     others = [one for one in nodes if one != first]
-    return Reference(
+    return ReferencePart(
         node_id=first,
         block_keys=block_keys[: blocks * KEY_BYTES],
-        resemblance=0,
         replicas=others[: state.policy.fetch_replicas],
+    )
+
+
+def _reference(parts: list[ReferencePart], resemblance: int, *, named: bool) -> Reference:
+    first = parts[0]
+    return Reference(
+        node_id=first.node_id,
+        block_keys=first.block_keys,
+        replicas=first.replicas,
+        first_block=first.first_block,
+        resemblance=resemblance,
+        named=named,
+        others=parts[1:],
     )
 
 

@@ -36,7 +36,7 @@ def usage(request: OpenRequest) -> dict[str, int]:
 
 def similar_usage(firsts: Sequence[OpenRequest]) -> dict[str, int]:
     """Tokens that KV of similar prompts, or of documents, stood in for; nothing where nobody let it."""
-    if not any(request.ask.similar or request.ask.documents for request in firsts):
+    if not any(request.ask.kv.allowed for request in firsts):
         return {}
     reuses = [request.timing.similar for request in firsts if request.timing and request.timing.similar]
     return {
