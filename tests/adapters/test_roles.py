@@ -213,7 +213,11 @@ async def test_kv_that_is_gone_before_the_other_engine_has_it_is_computed(fleet:
             assert said["prefill_worker"] != lossy
     ends = [(one["end"], one["drawn"]) for one in asked]
     assert ends.count(("length", 4)) == 2
-    assert {*ends} == {("length", 4), ("not fetched", 0)}
+    lost = {*ends} - {("length", 4)}
+    assert lost
+    # Of two engines that are asked at once both fail, and who is heard of first has the other one's request aborted.
+    aborted = {("aborted", 0)} if "sglang" in {engine.wire for engine in fleet.engines.values()} else set()
+    assert lost <= {("not fetched", 0)} | aborted
 
 
 async def test_a_prefill_engine_that_dies_in_its_half(fleet: Halves) -> None:
