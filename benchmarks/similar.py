@@ -223,7 +223,9 @@ def quality(bench: Bench, options: argparse.Namespace) -> dict[str, dict[str, di
                 measured = one_way(bench, way, prompt, follow, kv, matching, wanted)
                 measured["resemblance"] = alike
                 found.setdefault(name, {}).setdefault(way, []).append(measured)
-    return {name: {way: means(measured) for way, measured in ways.items()} for name, ways in found.items()}
+    return {
+        name: {way: means(measured, "kl") for way, measured in ways.items()} for name, ways in found.items()
+    }
 
 
 def one_way(
@@ -238,24 +240,24 @@ def one_way(
     made = SelectivePrefill(bench.engine, prompt, 0, PROMPT, matching=matching).run(kv.__getitem__)
     assert made is not None
     got = bench.following(made.logits, len(prompt), follow)
-    return apart(wanted, got, follow, made.computed_tokens / len(prompt))
+    return {"computed": made.computed_tokens / len(prompt), **apart(wanted, got, follow)}
 
 
-def apart(wanted: Tensor, got: Tensor, follow: list[int], computed: float) -> dict[str, float]:
-    next_ids = torch.tensor(follow)
-    places = torch.arange(len(follow))
+def apart(wanted: Tensor, got: Tensor, follow: list[int]) -> dict[str, float]:
+    """Two rows of log probabilities of each token that follows."""
+    places, next_ids = torch.arange(len(follow)), torch.tensor(follow)
     return {
-        "computed": computed,
         "nll": float((wanted[places, next_ids] - got[places, next_ids]).mean()),
         "kl": float((wanted.exp() * (wanted - got)).sum(dim=1).mean()),
         "same": float((wanted.argmax(dim=1) == got.argmax(dim=1)).float().mean()),
     }
 
 
-def means(measured: list[dict[str, float]]) -> dict[str, Any]:
+def means(measured: list[dict[str, float]], spread: str) -> dict[str, Any]:
+    """Of each figure, and of the one that is named `spread` the least and the most."""
     mean = {name: round(statistics.fmean(one[name] for one in measured), 4) for name in measured[0]}
-    kls = [round(one["kl"], 4) for one in measured]
-    return {**mean, "kl_least": min(kls), "kl_most": max(kls)}
+    every = [round(one[spread], 4) for one in measured]
+    return {**mean, f"{spread}_least": min(every), f"{spread}_most": max(every)}
 
 
 # --- documents ----------------------------------------------------------------------------------------------
@@ -293,9 +295,13 @@ def documents(bench: Bench, tokens: int, following: int) -> dict[str, dict[str, 
             )
             assert made is not None
             got = bench.following(made.logits, len(prompt), nexts[order[-1]])
-            measured = apart(wanted, got, nexts[order[-1]], made.computed_tokens / len(prompt))
-            found.setdefault(way, []).append(measured | {"resemblance": 100 * runs.found / len(prompt)})
-    return {way: means(each) for way, each in found.items()}
+            measured = {
+                "computed": made.computed_tokens / len(prompt),
+                **apart(wanted, got, nexts[order[-1]]),
+                "resemblance": 100 * runs.found / len(prompt),
+            }
+            found.setdefault(way, []).append(measured)
+    return {way: means(each, "kl") for way, each in found.items()}
 
 
 # --- time ---------------------------------------------------------------------------------------------------

@@ -16,13 +16,12 @@ Bytes are counted: tokens kept over tokens of the prompt, over all layers.
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from clusters import finish, parsed, parser
-from similar import DOCUMENTS, EDITS, PROMPT, Bench, sentences_of
+from similar import DOCUMENTS, EDITS, PROMPT, Bench, apart, means, sentences_of
 
 from halfmoon.schemas.similar import kept_tokens
 from halfmoon.workers.model.similar.retention import NEWEST_PERCENT, most_attended
@@ -43,10 +42,10 @@ class Judged(SelectivePrefill):
     ways: dict[str, tuple[list[int], int]]
     kept: dict[str, list[Tensor]]
 
-    def _kept(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor) -> None:
+    def _kept(self, q: Tensor, keys: Tensor, positions: Tensor) -> None:
         for way, (counts, newest) in self.ways.items():
-            found = most_attended(q, keys, positions, 0, counts[layer], newest)
-            self.kept.setdefault(way, []).append(found)
+            layers = self.kept.setdefault(way, [])
+            layers.append(most_attended(q, keys, positions, 0, counts[len(layers)], newest))
 
 
 def decaying(share: float, layers: int, tokens: int) -> list[int]:
@@ -86,15 +85,6 @@ def followed(
     return torch.cat([first.unsqueeze(0), model.logits(x)]).log_softmax(dim=1)
 
 
-def measured(wanted: Tensor, got: Tensor, ids: Sequence[int]) -> dict[str, float]:
-    places, next_ids = torch.arange(len(ids)), torch.tensor(ids)
-    return {
-        "nll": float((wanted[places, next_ids] - got[places, next_ids]).mean()),
-        "kl": float((wanted.exp() * (wanted - got)).sum(dim=1).mean()),
-        "same": float((wanted.argmax(dim=1) == got.argmax(dim=1)).float().mean()),
-    }
-
-
 def one_prompt(
     bench: Bench, prompt: list[int], follow: list[int], kv: list[tuple[Tensor, Tensor]]
 ) -> dict[str, dict[str, float]]:
@@ -120,14 +110,8 @@ def one_prompt(
     for way, places in kept.items():
         share = 1.0 if places is None else sum(map(len, places)) / (layers * tokens)
         rows = followed(bench, made.logits, tokens, follow, places)
-        found[way] = {"bytes": share, **measured(wanted, rows, follow)}
+        found[way] = {"bytes": share, **apart(wanted, rows, follow)}
     return found
-
-
-def means(found: list[dict[str, float]]) -> dict[str, float]:
-    mean = {name: round(statistics.fmean(one[name] for one in found), 4) for name in found[0]}
-    nlls = [round(one["nll"], 4) for one in found]
-    return {**mean, "nll_least": min(nlls), "nll_most": max(nlls)}
 
 
 def of_document(bench: Bench, number: int, tokens: int, following: int, edits: int) -> dict[str, Any]:
@@ -160,7 +144,7 @@ def main() -> None:
         for number in range(options.documents)
     ]
     quality = {
-        name: {way: means([one[name][way] for one in found]) for way in ways}
+        name: {way: means([one[name][way] for one in found], "nll") for way in ways}
         for name, ways in found[0].items()
     }
     lines = ["edit, way: bytes kept, dNLL (least to most), KL, same likeliest token"] + [

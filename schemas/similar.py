@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
-import xxhash
 from msgspec import Meta
 
+from halfmoon.schemas.keys import chain_keys_packed
 from halfmoon.schemas.types import KEY_BYTES, BlockKeys, Blocks, Id, Part, Tokens
 
 #: Tokens of a shingle: fewer and unrelated texts share some; more and every edit costs many.
@@ -53,9 +53,7 @@ _END_TOKENS = 4
 
 
 class NamedDocument(Part, frozen=True):
-    """A part of a prompt that others may have too. `name`: a hash of the root of the prompt's block keys and of the
-    document's tokens.
-    """
+    """A part of a prompt that others may have too. `name`: its key as if it were the first block of a prompt."""
 
     name: Annotated[bytes, Meta(max_length=KEY_BYTES)]
     first_token: Tokens
@@ -140,7 +138,7 @@ def named_document(root_key: bytes, prompt: bytes, document: bytes) -> NamedDocu
     """
     if len(document) < 4 * DOCUMENT_TOKENS_MIN:
         return None
-    name = xxhash.xxh3_128(root_key + document).digest()
+    name = chain_keys_packed(root_key, document, len(document) // 4)
     for ends in (0, 4 * _END_TOKENS):
         inner = document[ends : len(document) - ends]
         at = prompt.find(inner)

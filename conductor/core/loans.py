@@ -105,10 +105,7 @@ def kv_moved(state: State, order: Order, event: KvMoved) -> bool:
     half.moved_loans += 1
     owner = state.workers[order.decode_id]
     blocks = part_blocks(owner.layout, move.loan)
-    assert owner.batch is not None, (owner, order)
-    owner.batch.orders[order.order_id] -= blocks
-    owner.reserved_blocks -= blocks
-    half.reserved_blocks -= blocks
+    owner.give_back(order, blocks)
     state.loads.changed(owner)
     counters = state.counters
     counters.moves += 1

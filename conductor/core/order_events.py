@@ -127,11 +127,8 @@ def _free_left_out(state: State, order: Order, retained_tokens: int, prompt_toke
     half = order.decode
     tokens = min(half.context_tokens, max(0, prompt_tokens - retained_tokens))
     # Whole blocks alone: the answer goes on in the last one that is kept.
-    blocks = min(half.reserved_blocks, tokens // worker.block_tokens)
-    half.reserved_blocks -= blocks
+    worker.give_back(order, min(half.reserved_blocks, tokens // worker.block_tokens))
     half.context_tokens -= tokens
-    duty.orders[order.order_id] -= blocks
-    worker.reserved_blocks -= blocks
     duty.context_tokens -= tokens
     state.loads.changed(worker)
     load_changed(state, order.decode_id)

@@ -15,7 +15,7 @@ from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.decisions import Decision, StartPrefill
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import split_keys
-from halfmoon.schemas.similar import SAMPLES, NamedDocument, SimilarReuse, kept_tokens
+from halfmoon.schemas.similar import SAMPLES, NamedDocument, SimilarReuse
 from halfmoon.schemas.store import reference_hold
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.store.errors import StoreError
@@ -176,8 +176,7 @@ class StandIn:
         self.failure = ""
         #: What was read was not what the reference's keys say.
         self.strange = False
-        first, percent = reference.first_token, reference.retain_percent
-        self.kept = first + kept_tokens(len(computation.action.token_ids) - first, percent)
+        self.kept = reference.kept(len(computation.action.token_ids))
 
     def steer(self, action: prefill_actions.LoadReference | prefill_actions.FailReference) -> None:
         if isinstance(action, prefill_actions.LoadReference):

@@ -10,7 +10,7 @@ from prefill_script import FIRST, KEYS, LAYERS, Script, order, prompt, reply
 
 from halfmoon.schemas.decisions import Fetch
 from halfmoon.schemas.events import PrefillFinished
-from halfmoon.schemas.similar import Reference, SimilarReuse
+from halfmoon.schemas.similar import Reference, ReferencePart, SimilarReuse
 from halfmoon.workers.machines import TokensTaken
 from halfmoon.workers.prefill.actions import (
     Action,
@@ -111,6 +111,32 @@ def test_documents_come_from_one_node_after_the_other() -> None:
     assert made.reference == slots(slots=[7, 8, 9, 10, 11, 12], blocks=[4, 0, 1, 9, 10, 11], resemblance=60)
     assert script(ReferenceFetched) == [LoadReference(order_id="1-1", layer=LAYERS - 1)]
     assert script(ReferenceFetched) == [], "it was said again"
+
+
+def test_documents_of_one_node_are_one_fetch_and_read_layer_by_layer() -> None:
+    """Wherever they stand in the list. A replica must have them all."""
+    one, here, two = (
+        ReferencePart(node_id=node, block_keys=key * 16 * 2, first_block=first, replicas=replicas)
+        for node, key, first, replicas in (
+            ("n3", b"a", 5, ["n7", "n8"]),
+            ("n0", b"b", 0, []),
+            ("n3", b"c", 1, ["n8", "n9"]),
+        )
+    )
+    script = Script()
+    first = replace(REFERENCE, node_id="n3", block_keys=one.block_keys, first_block=5, replicas=one.replicas)
+    prepared(script, reference=replace(first, others=[here, two]))
+    assert [one.block_keys for one in script.past if isinstance(one, ReserveReference)] == [
+        here.block_keys + one.block_keys + two.block_keys
+    ]
+    asked = script(ReferenceReserved, slots=[7, 8, 9, 10, 11, 12], present=[0, 1, 2])
+    assert asked == [
+        FetchReference(order_id="1-1", source_node_id="n3", first_block=3, blocks=3, replicas=["n8"])
+    ]
+    script(ReferenceLayers, layer=0)
+    made = computed(script(PushOpened))
+    assert made.reference == slots(slots=[7, 8, 9, 10, 11, 12], blocks=[0, 1, 5, 6, 1, 2], fetched_layer=0)
+    assert script(ReferenceFetched) == [LoadReference(order_id="1-1", layer=LAYERS - 1)]
 
 
 def test_where_all_of_it_is_here_nothing_is_fetched() -> None:

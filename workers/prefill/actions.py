@@ -13,6 +13,7 @@ import msgspec
 from halfmoon.schemas.decisions import LayerStage
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.sampling import Sampling
+from halfmoon.schemas.similar import kept_tokens
 from halfmoon.workers.machines import Announce, Report, TakeTokens
 
 
@@ -107,6 +108,10 @@ class ReferenceSlots(msgspec.Struct, frozen=True, kw_only=True):
     resemblance: int
     #: Of the tokens from `first_token` on, each layer keeps so many percent; 0: all.
     retain_percent: int = 0
+
+    def kept(self, prompt_tokens: int) -> int:
+        """How many tokens of a prompt of so many each layer keeps the KV of."""
+        return self.first_token + kept_tokens(prompt_tokens - self.first_token, self.retain_percent)
 
 
 class ComputePrompt(msgspec.Struct, frozen=True, kw_only=True):

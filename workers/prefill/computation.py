@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.schemas.similar import SimilarReuse, kept_tokens
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.workers import hold_points
 from halfmoon.workers.model.layer_hooks import LayerHooks
 from halfmoon.workers.model.prompt_rows import PromptRows
@@ -216,11 +216,10 @@ class PromptComputation:
         first_block = reference.first_token // self._layout.block_tokens
         blocks = range(first_block, self._layout.blocks(len(prompt.token_ids)))
         table = self._window.table(cache, blocks.start, len(blocks))
-        computed = len(prompt.token_ids) - reference.first_token
-        kept = reference.first_token + kept_tokens(computed, reference.retain_percent)
+        kept = self._layout.blocks(reference.kept(len(prompt.token_ids)))
         hooks = LayerHooks(
             before_layer=before_layer,
-            after_layer=self._store_layer(table, range(first_block, self._layout.blocks(kept))),
+            after_layer=self._store_layer(table, range(first_block, kept)),
             should_stop=lambda: self._stopped,
         )
         read = reference_layers(self._engine, self._pool, reference.slots, self.reference_loads)

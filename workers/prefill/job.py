@@ -386,7 +386,7 @@ class Job:
 
     def _prefix_layer_loaded(self, layer: int, out: Actions) -> None:
         last = self.rules.layout.layers - 1
-        if streams_layers(self):
+        if self.runs.streamed:
             self._push(self.runs.add(layer, 0, self.prefix_blocks), out)
         elif layer == last:
             self._push([LayerRun(every, 1, 0, self.prefix_blocks) for every in range(last + 1)], out)

@@ -28,18 +28,18 @@ class LayerRuns:
     def __init__(self, layout: Layout, tokens: int) -> None:
         self._layout = layout
         self._tokens = tokens
-        self._streamed = True
+        self.streamed = True
         self._waiting: list[LayerRun] = []
 
     def begin(self, *, streamed: bool) -> None:
         """Forget what waits. What is not `streamed` from now on waits for the end, layer by layer."""
         self._waiting = []
-        self._streamed = streamed
+        self.streamed = streamed
 
     def add(self, layer: int, first_block: int, blocks: int) -> list[LayerRun]:
         """One more layer is readable; what is to be sent now."""
         run = LayerRun(layer, 1, first_block, blocks)
-        if not self._streamed:
+        if not self.streamed:
             self._waiting.append(run)
             return []
         for before in self._waiting:

@@ -54,7 +54,7 @@ def streams_layers(job: Prepared) -> bool:
     Where tokens are left out, no layer does before all are computed: a reference that is lost on the way has all tokens
     computed in their own places, and the decode worker does not copy a layer twice.
     """
-    leaves_out = job.reference is not None and job.reply.retain_percent > 0
+    leaves_out = job.reference is not None and job.reference.here and job.reply.retain_percent > 0
     return job.rules.stream_layers and not leaves_out
 
 

@@ -6,12 +6,13 @@
     reserving ─ fetching ─ held        a failure of any: lost, and the prompt is computed whole
 
 It is of help and never needed: nothing waits for it before the turn begins, and what goes wrong costs computing. Layers
-are read while others are computed, except where documents come from several nodes: these come one after the other, and
-layers of the last one say nothing of the others.
+are read while others are computed, except where documents come from several other nodes: these are asked one after the
+other, and layers from the last one say nothing of the others.
 """
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import assert_never
 
 from halfmoon.schemas.decisions import StartPrefill
@@ -34,7 +35,9 @@ class ReferenceJob:
 
     def __init__(self, order_id: str, reference: Reference, layers: int) -> None:
         self._order_id, self._layers = order_id, layers
-        self._parts, self._resemblance = reference.parts, reference.resemblance
+        # What one node has is one fetch.
+        self._parts = sorted(reference.parts, key=lambda part: part.node_id)
+        self._resemblance = reference.resemblance
         self._slots: list[int] = []
         #: To be asked for one after the other, the first one under way.
         self._fetches: list[actions.FetchReference] = []
@@ -67,9 +70,14 @@ class ReferenceJob:
             case _:
                 assert_never(event)
 
+    @property
+    def here(self) -> bool:
+        """It has slots, and is not lost."""
+        return bool(self._slots) and not self._lost
+
     def slots(self, first_token: int, retain_percent: int) -> ReferenceSlots | None:
         """As a computation that begins now is told; None: there is nothing to wait for."""
-        if self._lost or not self._slots:
+        if not self.here:
             self._lost = True  # what comes of it later comes too late
             return None
         return ReferenceSlots(
@@ -84,18 +92,21 @@ class ReferenceJob:
     def _reserved(self, event: ReferenceReserved, out: Actions) -> None:
         self._slots = event.slots
         present, at = set(event.present), 0
-        for part in self._parts:
-            end = at + len(_blocks(part))
+        for node_id, some in groupby(self._parts, key=lambda part: part.node_id):
+            parts = list(some)
+            end = at + sum(len(_blocks(part)) for part in parts)
             first = next((block for block in range(at, end) if block not in present), end)
             at = end
             if first < end:
                 self._fetches.append(
                     actions.FetchReference(
                         order_id=self._order_id,
-                        source_node_id=part.node_id,
+                        source_node_id=node_id,
                         first_block=first,
                         blocks=end - first,
-                        replicas=part.replicas,
+                        replicas=[
+                            node for node in parts[0].replicas if all(node in part.replicas for part in parts)
+                        ],
                     )
                 )
         self._streamed = len(self._fetches) == 1

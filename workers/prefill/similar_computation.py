@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from halfmoon.schemas.similar import SimilarReuse, kept_tokens
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.workers.model.layer_hooks import LayerHooks
 from halfmoon.workers.model.similar.selective import NotAlike, ReferenceLayer, SelectivePrefill
 from halfmoon.workers.prefill.actions import ReferenceSlots
@@ -51,7 +51,7 @@ def compute_similar(
 
     Raises ReferenceMissing, and what the hooks raise.
     """
-    keep = kept_tokens(len(token_ids) - reference.first_token, reference.retain_percent)
+    kept = reference.kept(len(token_ids))
     size = engine.block_tokens
     places = torch.tensor([block * size for block in reference.blocks], device=engine.device)
     prefill = SelectivePrefill(
@@ -60,7 +60,7 @@ def compute_similar(
         reference.first_token,
         block_table,
         places=(places.unsqueeze(1) + torch.arange(size, device=engine.device)).flatten(),
-        keep=keep,
+        keep=kept - reference.first_token,
     )
     try:
         result = prefill.run(read, hooks)
@@ -72,5 +72,5 @@ def compute_similar(
         tokens=result.found,
         computed_tokens=result.computed_tokens,
         resemblance=reference.resemblance,
-        retained_tokens=reference.first_token + keep if reference.retain_percent else 0,
+        retained_tokens=kept if reference.retain_percent else 0,
     )

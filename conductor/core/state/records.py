@@ -199,6 +199,13 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
         """It decodes and keeps no KV."""
         return self.batch is not None and self.batch.cache_elsewhere
 
+    def give_back(self, order: Order, blocks: int) -> None:
+        """The order's sequence here needs so many blocks less than were reserved for it."""
+        assert self.batch is not None, (self, order)
+        self.batch.orders[order.order_id] -= blocks
+        self.reserved_blocks -= blocks
+        order.decode.reserved_blocks -= blocks
+
     @property
     def priced(self) -> bool:
         """Attention elsewhere has a price: it may happen, and the parts of a step were measured."""

@@ -153,7 +153,7 @@ class SelectivePrefill:
                 rows, q, x = rows[chosen], q[chosen], x[chosen]
                 keys, values = self._behind_prefix(i, prefix, every_k, every_v)
                 attended = attend_rows(q, keys, values, self._positions[rows])
-            kept = self._kept(i, q, keys, self._positions[rows])
+            kept = self._kept(q, keys, self._positions[rows])
             if kept is not None:
                 self._store(i, slots[: len(kept)], every_k[kept], every_v[kept])
             if hooks.after_layer is not None:
@@ -164,7 +164,7 @@ class SelectivePrefill:
             x = layer.finish(x, attended.reshape(len(rows), -1))
         return SelectiveResult(model.logits(x[-1:])[0], found, computed)
 
-    def _kept(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor) -> Tensor | None:
+    def _kept(self, q: Tensor, keys: Tensor, positions: Tensor) -> Tensor | None:
         """Which tokens from the start on a layer keeps; None: all, in their places. `q`: of the rows at `positions`."""
         if self._keep == len(self._positions):
             return None
