@@ -135,6 +135,22 @@ def test_a_causal_part_merges_with_the_past(subject: tuple[Attention, torch.dtyp
     )
 
 
+@pytest.mark.parametrize("positions", [[0, 1, 5, 40], [7], [44, 45, 63], [*range(0, 60, 3)]], ids=str)
+def test_single_queries_see_the_keys_up_to_their_own(
+    subject: tuple[Attention, torch.dtype], positions: list[int]
+) -> None:
+    attention, dtype = subject
+    keys = positions[-1] + 1
+    q, k, v = (random(n, heads, subject) for n, heads in ((len(positions), HEADS), *[(keys, KV_HEADS)] * 2))
+    places = torch.tensor(positions, device=attention.device)
+    hidden = torch.stack([torch.arange(keys, device=attention.device) > place for place in positions])
+    assert_state(attention.partial_at(q, k, v, places), definition(q, k, v, hidden), dtype)
+    first = positions[0]
+    past = attention.partial(q, k[:first], v[:first], causal=False)
+    own = attention.partial_at(q, k[first:], v[first:], places - first)
+    assert_state(merge(past, own), definition(q, k, v, hidden), dtype)
+
+
 def test_the_neutral_state_changes_no_bit(subject: tuple[Attention, torch.dtype]) -> None:
     attention, _ = subject
     q, k, v = random(4, HEADS, subject), random(9, KV_HEADS, subject), random(9, KV_HEADS, subject)

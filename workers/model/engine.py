@@ -36,6 +36,7 @@ from halfmoon.workers.model.attention.kernel import Attention, LayerCache, Plan
 from halfmoon.workers.model.block_allocator import BlockAllocator
 from halfmoon.workers.model.groups import cut, in_turn
 from halfmoon.workers.model.layer_hooks import NO_HOOKS, LayerHooks
+from halfmoon.workers.model.linear import TILE_ROWS, whole_tiles
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.paged_cache import LayerBytes, PagedCache
 from halfmoon.workers.model.pooled_segments import PooledSegments
@@ -49,13 +50,6 @@ if TYPE_CHECKING:
     from halfmoon.workers.model.grammar_masks import GrammarMasks
 
 Tensor = torch.Tensor
-
-_PREFILL_ROWS_MULTIPLE = 16
-"""Rows of a chunk are padded to this: a packed product is prepared for 16 shapes of a block and not for 256."""
-
-
-def _whole_tiles(rows: int) -> int:
-    return -(-rows // _PREFILL_ROWS_MULTIPLE) * _PREFILL_ROWS_MULTIPLE
 
 
 class Engine:
@@ -136,7 +130,7 @@ class Engine:
 
     def activation(self, tokens: int) -> Tensor:
         """Memory on the CPU for the residual of a chunk of `tokens`, `[rows, hidden]` with rows of padding."""
-        return torch.empty((_whole_tiles(tokens), self.config.hidden), dtype=self.dtype)
+        return torch.empty((whole_tiles(tokens), self.config.hidden), dtype=self.dtype)
 
     @torch.inference_mode()
     def prefill_stage(
@@ -167,7 +161,7 @@ class Engine:
         count = len(token_ids)
         self._check(chunk)
         slots = self._slots([block_table] * count, range(start, start + count))
-        padded = _whole_tiles(count)
+        padded = whole_tiles(count)
         x, cos, sin = self._enter(token_ids, range(start, start + count), padded)
         if before is not None:
             x = before.to(self.device)
@@ -206,8 +200,8 @@ class Engine:
             return
         behind = scores.after(chunk.start, len(chunk.token_ids))
         scored = []
-        for at in range(0, len(behind), _PREFILL_ROWS_MULTIPLE):
-            rows = slice(at, at + _PREFILL_ROWS_MULTIPLE)
+        for at in range(0, len(behind), TILE_ROWS):
+            rows = slice(at, at + TILE_ROWS)
             scored += score(self._model.logits(x[rows]), behind[rows], scores.top)
         scores.put(chunk.start, scored)
 
@@ -265,7 +259,7 @@ class Engine:
             ids += chunk.token_ids
             places += range(chunk.start, chunk.start + count)
             tables += [chunk.block_table] * count
-        rows, padded = len(ids), _whole_tiles(len(ids))
+        rows, padded = len(ids), whole_tiles(len(ids))
         slots = self._slots(tables, places)
         x, cos, sin = self._enter(ids, places, padded)
         plans = []

@@ -70,12 +70,12 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     2.
     """
     half = heads.shape[-1] // 2
-    turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
     wide = heads.float()
+    turned = torch.empty_like(wide, memory_format=torch.contiguous_format)
     a, b = wide[..., :half], wide[..., half:]
-    turned[..., :half] = torch.addcmul(a * cos, b, sin, value=-1.0)
-    turned[..., half:] = torch.addcmul(b * cos, a, sin)
-    return turned
+    torch.mul(a, cos, out=turned[..., :half]).addcmul_(b, sin, value=-1.0)
+    torch.mul(b, cos, out=turned[..., half:]).addcmul_(a, sin)
+    return turned.to(heads.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

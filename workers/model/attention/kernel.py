@@ -162,6 +162,12 @@ class Attention(ABC):
         `causal` needs as many keys as queries: key j is seen by queries j and later.
         """
 
+    def partial_at(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Partial:
+        """The state of single queries of one sequence, at ascending `positions` among the keys `k`, `v`: each sees the
+        keys up to its own.
+        """
+        return _plain_partial(q, k, v, _hidden(k, positions))
+
     @abstractmethod
     def segment_states(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
@@ -285,7 +291,8 @@ class SdpaAttention(Attention):
         if k.shape[0] == 0:
             return neutral(q)
         if self._flash is None:
-            return _plain_partial(q, k, v, causal=causal)
+            hidden = _hidden(k, torch.arange(len(k), device=k.device)) if causal else None
+            return _plain_partial(q, k, v, hidden)
         rows, heads, dim = q.shape
         kv_heads = k.shape[1]
         group = heads // kv_heads
@@ -297,12 +304,33 @@ class SdpaAttention(Attention):
             o, lse = self._flash(by_head, keys, values, 0.0, True)
         else:
             # No mask: the query heads of a KV head are as good as further query rows, and read its keys once.
-            folded = by_head.reshape(1, kv_heads, group * rows, dim)
-            o, lse = self._flash(
-                folded, k.permute(1, 0, 2).unsqueeze(0), v.permute(1, 0, 2).unsqueeze(0), 0.0, False
-            )
+            o, lse = self._flash(by_head.reshape(1, kv_heads, group * rows, dim), *_by_head(k, v), 0.0, False)
         out = o.reshape(kv_heads, group, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim)
         return Partial(out, lse.reshape(heads, rows).t().float())
+
+    def partial_at(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Partial:
+        if self._flash is None:
+            return super().partial_at(q, k, v, positions)
+        rows, heads, dim = q.shape
+        kv_heads = k.shape[1]
+        group = heads // kv_heads
+        # Query heads are further rows, as above. All rows see the keys before the first one.
+        first = int(positions[0])
+        mask = torch.zeros(rows, group, len(k), dtype=q.dtype, device=q.device)
+        mask[..., first:].masked_fill_(_hidden(k[first:], positions - first).unsqueeze(1), float("-inf"))
+        folded = q.view(rows, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, rows * group, dim)
+        o, lse = self._flash(folded, *_by_head(k, v), 0.0, False, attn_mask=mask.flatten(0, 1))
+        out = o.reshape(kv_heads, rows, group, dim).transpose(0, 1).reshape(rows, heads, dim)
+        return Partial(out, lse.reshape(kv_heads, rows, group).transpose(0, 1).reshape(rows, heads).float())
+
+
+def _by_head(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+
+
+def _hidden(k: Tensor, positions: Tensor) -> Tensor:
+    """Which keys come after which position, bool `[positions, keys]`."""
+    return torch.arange(len(k), device=k.device) > positions.unsqueeze(1)
 
 
 def _public_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -320,13 +348,12 @@ def _public_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.squeeze(0).transpose(0, 1)
 
 
-def _plain_partial(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
-    """By the definition, in f32: where no kernel returns the log-sum-exp."""
+def _plain_partial(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Partial:
+    """By the definition, in f32: where no kernel returns the log-sum-exp. `hidden`: bool `[rows, keys]`."""
     group = q.shape[1] // k.shape[1]
     keys = k.float().repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->qhk", q.float(), keys) * q.shape[-1] ** -0.5
-    if causal:
-        hidden = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(1)
+    if hidden is not None:
         scores = scores.masked_fill(hidden.unsqueeze(1), float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.unsqueeze(-1))
