@@ -43,6 +43,7 @@ from halfmoon.schemas.events import (
     Event,
     PrefillFailed,
     RequestCancelled,
+    StoreLeft,
 )
 
 EXPECTED = Prediction(prefill_ns=110 * MS, ttft_ns=110 * MS, tbt_ns=12_100_000)
@@ -344,6 +345,23 @@ def test_prefill_costs_and_bandwidths_are_learned_from_answers() -> None:
     cost = state.workers["p1"].cost
     assert cost.prefill_base_ns > 10 * MS
     assert (state.counters.prompt_tokens, state.counters.cached_fetched_tokens) == (1_000, 900)
+
+
+def test_a_tier_has_the_speed_at_which_it_was_read() -> None:
+    """`Policy.ssd_bytes_s` is what is expected where a node has read nothing from it."""
+    script = Script(prefill(), decode())
+    script(stored("p0", keys(9), tier="ssd"))
+    first = script(arrived("r0"))
+    (order,) = [message for message in first if isinstance(message, StartPrefill)]
+    assert (order.worker_id, [fetch.node_id for fetch in order.fetches]) == ("p0", ["n-p0"])
+    read = {"fetched_bytes": 900_000, "fetch_node_id": "n-p0", "fetch_ns": 10_000 * MS}
+    script(prefilled(order.order_id, "r0", "p0", cached_fetched_tokens=900, **read), after_ns=60 * MS)
+    state = script.core.state
+    assert state.ssd_links["n-p0"]["n-p0"].bytes_s == 90_000
+    (order,) = [message for message in script(arrived("r1")) if isinstance(message, StartPrefill)]
+    assert order.fetches == [], "110 ms of computing, 10 s of reading"
+    script(StoreLeft(node_id="n-p0", incarnation="i1"))
+    assert "n-p0" not in state.ssd_links
 
 
 @pytest.mark.parametrize(
