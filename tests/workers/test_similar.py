@@ -295,6 +295,22 @@ def test_an_edited_prompt_is_near_to_a_whole_prefill_and_the_controls_are_not(
     assert mean("zeros", "lost") > 1, found
 
 
+@pytest.mark.parametrize("rows", [10, 150])
+def test_keys_before_all_rows_may_be_attended_to_in_a_call_of_their_own(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    draw, config = torch.Generator().manual_seed(rows), engine.config
+    q = torch.randn(rows, config.heads, config.head_dim, generator=draw)
+    k, v = (torch.randn(400, config.kv_heads, config.head_dim, generator=draw) for _ in range(2))
+    positions = torch.randperm(400, generator=draw)[:rows].sort().values
+    made = []
+    for least in (1, 1_000):
+        monkeypatch.setattr(selective, "_UNMASKED_KEYS_MIN", least)
+        made.append(selective.attend_rows(engine.attention, q, k, v, positions))
+    assert not torch.equal(*made), "two ways"
+    torch.testing.assert_close(*made, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.slow
 def test_all_rows_computed_is_a_prefill(engine: Engine, words: list[int]) -> None:
     """With a reference that has nothing to do with it."""
