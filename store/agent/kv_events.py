@@ -132,11 +132,13 @@ class KvEvents:
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(UNSENT_MAX)
         self._pub.setsockopt(zmq.MAXMSGSIZE, HEARD_BYTES_MAX)
+        self._pub.setsockopt(zmq.IPV6, int("[" in self._options.address))
         try:
             self._pub.bind(self._options.address)
             if self._options.replay_address:
                 self._router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER)
                 self._router.setsockopt(zmq.MAXMSGSIZE, HEARD_BYTES_MAX)
+                self._router.setsockopt(zmq.IPV6, int("[" in self._options.replay_address))
                 self._router.bind(self._options.replay_address)
                 self._replaying = asyncio.create_task(self._replay(self._router))
         except zmq.ZMQError as problem:

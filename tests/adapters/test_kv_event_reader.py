@@ -22,17 +22,20 @@ from tests.eventually import eventually, within
 class Publisher:
     """An engine's two ends, and what the reader beside it was told: numbers of batches, "lost", "restarted".
 
-    They are ports, or, of a test that is marked `pure`, ZeroMQ's own queues within the process.
+    They are ports of `host`, or, of a test that is marked `pure`, ZeroMQ's own queues within the process.
     """
 
-    def __init__(self, context: zmq.asyncio.Context | None) -> None:
+    def __init__(self, context: zmq.asyncio.Context | None, host: str = "127.0.0.1") -> None:
         self.heard: list[int | str] = []
         self._context = context or zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.XPUB)
         self._router = self._context.socket(zmq.ROUTER)
         if context is None:
-            ports = [one.bind_to_random_port("tcp://127.0.0.1") for one in (self._pub, self._router)]
-            self.events, self.replay = (f"tcp://127.0.0.1:{port}" for port in ports)
+            ports = []
+            for each in (self._pub, self._router):
+                each.setsockopt(zmq.IPV6, 1)
+                ports.append(each.bind_to_random_port(f"tcp://{host}"))
+            self.events, self.replay = (f"tcp://{host}:{port}" for port in ports)
         else:
             self.events, self.replay = "inproc://events", "inproc://replay"
             self._pub.bind(self.events)
@@ -97,9 +100,9 @@ def any_reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @contextlib.asynccontextmanager
 async def reading_of(
-    context: zmq.asyncio.Context | None, *, replay: bool = True
+    context: zmq.asyncio.Context | None, host: str = "127.0.0.1", *, replay: bool = True
 ) -> AsyncIterator[tuple[Publisher, KvEventReader]]:
-    engine = Publisher(context)
+    engine = Publisher(context, host)
     reader = KvEventReader(engine, events=engine.events, replay=engine.replay if replay else "")
     reader.open()
     task = asyncio.create_task(reader.run())
@@ -122,8 +125,9 @@ async def test_what_comes_twice_is_told_once(reading: Reading) -> None:
         await engine.told(0, 1, 2)
 
 
-async def test_what_was_missed_is_asked_for(reading: Reading) -> None:
-    async with reading() as (engine, reader):
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_what_was_missed_is_asked_for(reading: Reading, host: str) -> None:
+    async with reading(host) as (engine, reader):
         await engine.send(0, 3)
         await engine.answer(1, [1, 2, 3])
         await engine.send(4)

@@ -151,15 +151,17 @@ def test_tokens_are_as_many_as_the_blocks_have() -> None:
 
 
 @pytest.mark.realtime
-def test_a_worker_and_another_agent_tell_the_tokens(nats_url: str) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_worker_and_another_agent_tell_the_tokens(nats_url: str, host: str) -> None:
     async def story() -> None:
         context = zmq.asyncio.Context()
+        context.setsockopt(zmq.IPV6, 1)
         subscribers = [context.socket(zmq.SUB) for _ in range(2)]
         try:
             async with cluster(nats_url) as here:
                 for number, subscriber in enumerate(subscribers):
                     options = {
-                        "kv_events": "tcp://127.0.0.1:0",
+                        "kv_events": f"tcp://{host}:0",
                         "kv_events_topic": "kv",
                         "kv_events_tokens": True,
                     }

@@ -34,6 +34,7 @@ async def replayed(
     """
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+    dealer.setsockopt(zmq.IPV6, int("[" in address))
     try:
         dealer.connect(address)
         await dealer.send_multipart([b"", start.to_bytes(_SEQ_BYTES, "big")])
@@ -83,6 +84,7 @@ class KvEventReader:
         self._sub = self._context.socket(zmq.SUB)
         self._sub.set_hwm(_UNREAD_MAX)
         self._sub.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        self._sub.setsockopt(zmq.IPV6, int("[" in self._events))
         self._sub.setsockopt(zmq.SUBSCRIBE, self._topic.encode())
         try:
             self._sub.connect(self._events)
