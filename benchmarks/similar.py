@@ -14,7 +14,7 @@ prompt and reference, as their sketches tell it, the core decides whether one st
 
 Documents (`kv.documents`): three of them, the KV of each computed behind other text, stand in for a prompt of them in
 another order, three orders in all; what follows the last one is teacher-forced. Beside ours `nothing more`, where they
-are turned to their places and no token of theirs is computed behind layer 0.
+are turned to their places and behind layer 0 no more than a tile of their tokens is computed.
 
 Time: by turns, the prefill of the whole prompt and with a reference, of which one sentence in fifty or in ten is
 another; of the engine alone, with the reference in the same process.

@@ -132,6 +132,7 @@ class KvEvents:
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(UNSENT_MAX)
         self._pub.setsockopt(zmq.MAXMSGSIZE, HEARD_BYTES_MAX)
+        # ZeroMQ refuses an address in brackets without it. With it, `*` would listen on every IPv6 address as well.
         self._pub.setsockopt(zmq.IPV6, int("[" in self._options.address))
         try:
             self._pub.bind(self._options.address)

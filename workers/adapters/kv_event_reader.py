@@ -34,6 +34,7 @@ async def replayed(
     """
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+    # Without it ZeroMQ takes an address in brackets, and never connects.
     dealer.setsockopt(zmq.IPV6, int("[" in address))
     try:
         dealer.connect(address)

@@ -236,11 +236,7 @@ class SdpaAttention(Attention):
             keys, values = (self.sequence(each, plan, i, context) for each in cache)
             if rows == 1 and self._flash is not None:
                 # The query heads of one KV head are as good as further query rows, and read its keys once.
-                one = self._flash(
-                    grouped[row : row + 1],
-                    keys.transpose(0, 1).unsqueeze(0),
-                    values.transpose(0, 1).unsqueeze(0),
-                )
+                one = self._flash(grouped[row : row + 1], *_by_head(keys, values))
                 grouped_out[row] = one[0].view(kv_heads, heads // kv_heads, dim)
             else:
                 out[row : row + rows] = self._whole(q[row : row + rows], keys, values)
@@ -325,6 +321,7 @@ class SdpaAttention(Attention):
 
 
 def _by_head(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of one sequence as the private operator takes them: views `[1, kv_heads, keys, head_dim]`."""
     return k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
 
 

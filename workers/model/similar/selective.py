@@ -64,7 +64,7 @@ class Schedule:
     decay: float = 0.95
 
     def rows(self, layer: int, tokens: int) -> int:
-        """The number of tokens that layer `layer` computes; at least 1, the last."""
+        """The number of tokens that layer `layer` computes, before it is cut to whole tiles; at least 1."""
         if layer == 0:
             return tokens
         return min(tokens, max(1, round(tokens * self.first * self.decay ** (layer - 1))))
