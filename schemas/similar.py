@@ -11,6 +11,7 @@ Source: Broder, On the resemblance of documents (1997); Li, Owen, Zhang, One Per
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isqrt
 from typing import Annotated
 
 import numpy as np
@@ -24,7 +25,7 @@ SHINGLE_TOKENS = 4
 SAMPLES = 64
 _SAMPLE_BYTES = 4
 #: The mean over 30 layers of `halfmoon.workers.model.similar.selective.Schedule`, where a reference has all tokens.
-_COMPUTED_PERCENT = 24
+_COMPUTED_PERCENT = 16
 #: Of a sample that no shingle fell into.
 _NONE = 0xFFFF_FFFF
 #: Odd, with bits all over: one for each token of a shingle, then for the end.
@@ -119,11 +120,10 @@ def reuse_of(tokens: int, found: int, resemblance: int) -> SimilarReuse:
     """`found` of these tokens are in a reference.
 
     The others are computed in every layer, and are the first ones of the schedule's. So few of them cost nothing, and
-    many nearly their own time: their share's square, which is within three percent of all tokens of what the schedule
-    comes to as long as two in five are found.
+    many their own time. The root of both squares goes from one to the other, and is within three percent of all
+    tokens of what the schedule comes to.
     """
-    missing = tokens - found
-    computed = tokens * _COMPUTED_PERCENT // 100 + missing * missing // max(1, tokens)
+    computed = isqrt((tokens * _COMPUTED_PERCENT // 100) ** 2 + (tokens - found) ** 2)
     return SimilarReuse(
         tokens=found,
         computed_tokens=min(tokens, computed),

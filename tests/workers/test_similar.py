@@ -122,7 +122,7 @@ def test_the_schedule_says_how_much_is_computed(engine: Engine, words: list[int]
     made = stand_in(engine, words[:TOKENS], words[:TOKENS])
     whole_tiles = [Schedule().rows(layer, TOKENS) // 16 * 16 for layer in range(layers)]
     assert made.computed == whole_tiles
-    assert 0.2 < made.computed_tokens / TOKENS < 0.25
+    assert 0.13 < made.computed_tokens / TOKENS < 0.17
     made = stand_in(engine, words[:TOKENS], words[:TOKENS], schedule=NOTHING_MORE)
     assert made.computed == [TOKENS, *[16] * (layers - 1)]
 

@@ -64,10 +64,10 @@ def similar(context: Context) -> Section:
         why=[
             f"At {PAPER_TOKENS:,} tokens the paper has {PAPER_FASTER} times (7B and 8B models, one A100, batch 1, "
             f"texts that were rewritten), here {best:.2f} times at most: {within(best, PAPER_FASTER, 0.35)}.",
-            "Why less: the paper's figure means that about 16 % is computed. Ours computes 24 %, by a schedule whose "
-            "quality was measured (benchmarks/similar.py), and more where more is not found. And the core adds a tenth "
-            "of a whole prefill for matching, as it was measured on two cores of a CPU, where products of few rows are "
-            "dear; on a GPU that was not measured.",
+            "Why less: the paper's figure means that about 16 % is computed, and so does ours, by a schedule whose "
+            "quality was measured (benchmarks/similar.py); it computes more where more is not found. And the core adds "
+            "a tenth of a whole prefill for matching, as it was measured on two cores of a CPU, where products of few "
+            "rows are dear; on a GPU that was not measured.",
             "Below 700 tokens, and where less than 40 % is alike or less than a fifth would be gained, the prompt is "
             "computed whole (policy `similar_tokens_min`, `similar_percent_min`). The paper says that below 700 tokens "
             "little is gained.",
