@@ -142,11 +142,18 @@ def main() -> None:
     words = parser(__doc__ or "")
     words.add_argument("--prompts", type=int, default=36)
     words.add_argument("--tokens", type=int, default=1_000, help="of an article (1,000)")
+    words.add_argument(
+        "--block-tokens", type=int, default=256, help="of a block; a reference is whole ones (256)"
+    )
     options = parsed(words, prompts=3, tokens=800)
     prompts = [one for group in workload(options.prompts, options.tokens) for one in group]
-    with cluster(*FLAGS) as addresses:
+    with cluster(*FLAGS, "--block-tokens", str(options.block_tokens)) as addresses:
         rows = measured(addresses["http"], prompts)
-    result: dict[str, Any] = {"prompts": options.prompts, "tokens": options.tokens}
+    result: dict[str, Any] = {
+        "prompts": options.prompts,
+        "tokens": options.tokens,
+        "block_tokens": options.block_tokens,
+    }
     lines = []
     for kind in ("article", "near-copy"):
         one = result[kind] = summary([row for row in rows if row["kind"] == kind])
