@@ -30,6 +30,8 @@ MODEL = "smollm2-135m-instruct"
 ROOT = Path(__file__).parents[1]
 FLAGS = ("--prefill", "2", "--decode", "1", "--numerics", "fast", "--dtype", "float32", "--pool-mib", "2048")
 FOLDERS = ("bus", "cli", "conductor", "schemas", "store", "workers", "tests", "benchmarks")
+#: That stand in near-copies for those of their article.
+OTHER_SENTENCES = 200
 ASK = "Summarise the following text in two sentences.\n\n"
 
 
@@ -42,6 +44,8 @@ def workload(prompts: int, tokens: int) -> list[list[Prompt]]:
     paths = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
     pool = list(dict.fromkeys([*(one for path in paths for one in sentences_of(path)), *docstrings()]))
     draw.shuffle(pool)
+    # Of the same kind and length as those that they replace.
+    others = [pool.pop() for _ in range(OTHER_SENTENCES)]
 
     def article() -> list[str]:
         sentences: list[str] = []
@@ -57,7 +61,7 @@ def workload(prompts: int, tokens: int) -> list[list[Prompt]]:
     groups: list[list[Prompt]] = []
     for _ in range(prompts // 3):
         first, other = article(), article()
-        copy = replaced(0.1)(first, sentences_of("LICENSE"), draw)
+        copy = replaced(0.1)(first, others, draw)
         groups.append([prompt("article", first), prompt("article", other), prompt("near-copy", copy)])
     return groups + [[prompt("article", article())] for _ in range(prompts % 3)]
 
