@@ -138,6 +138,28 @@ def test_what_the_reference_lacks_is_computed_in_every_layer(engine: Engine, wor
     assert made.computed == [max(rows, 48) for rows in most]
 
 
+def test_the_later_of_rows_that_deviate_are_computed(
+    engine: Engine, words: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind another beginning all rows deviate."""
+    prompt, chosen = [*range(2_000, 2_020), *words[: TOKENS - 20]], selective._chosen
+    seen: list[list[int]] = []
+
+    def noted(deviation: Tensor, forced: Tensor, count: int) -> Tensor:
+        rows = chosen(deviation, forced, count)
+        seen.append(rows.tolist())
+        return rows
+
+    monkeypatch.setattr(selective, "_chosen", noted)
+    places = []
+    for last_over_first in (1.0, 5.0):
+        seen.clear()
+        stand_in(engine, prompt, words[:TOKENS], schedule=Schedule(last_over_first=last_over_first))
+        assert len(seen[0]) == 64
+        places.append(sum(seen[0]))
+    assert places[1] > places[0] + 64 * 8, places
+
+
 # --- the first layer ----------------------------------------------------------------------------------------
 
 
