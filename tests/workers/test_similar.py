@@ -157,7 +157,7 @@ def test_the_later_of_rows_that_deviate_are_computed(
         stand_in(engine, prompt, words[:TOKENS], schedule=Schedule(last_over_first=last_over_first))
         assert len(seen[0]) == 64
         places.append(sum(seen[0]))
-    assert places[1] > places[0] + 64 * 8, places
+    assert places[1] > places[0], places
 
 
 # --- the first layer ----------------------------------------------------------------------------------------
