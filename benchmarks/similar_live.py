@@ -1,7 +1,8 @@
 """A workload with near-copies on a real cluster, with and without KV of similar prompts (`kv.similar`), by turns.
 
-The built-in model, f32, fast numerics, two prefill workers (so that a reference is on another node half of the time),
-one decode worker. Every prompt asks for a summary of an article made of sentences of this repository's documents and
+The built-in model, f32, fast numerics, two prefill workers, one decode worker. One request at a time goes to the same
+worker each time; with `--policy random` to either, and the log tells of which near-copies the reference was on the
+other's node. Every prompt asks for a summary of an article made of sentences of this repository's documents and
 docstrings. A third of the prompts are near-copies: articles of which a tenth of the sentences is another; the other
 articles have no sentence in common. Each prompt is sent twice, one after the other, once with `kv.similar`; salts keep
 the two apart, so that none finds the other's blocks. Time to the first token, as the client sees it; of near-copies
@@ -13,15 +14,18 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import random
 import re
 import statistics
+import subprocess
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-from clusters import cluster, finish, parsed, parser, spread
+from clusters import cluster, finish, parsed, parser, python_in, spread
 from similar import replaced, sentences_of
 
 from halfmoon.workers.model.text.tokenizer import Tokenizer
@@ -79,7 +83,9 @@ def docstrings() -> list[str]:
 
 
 def ask(http: str, ids: list[int], *, similar: bool) -> tuple[float, int, float, dict[str, Any]]:
-    """Seconds to the first token, the token, its log probability, and what the usage says of the prompt."""
+    """Seconds to the first token, the token, its log probability, and what the usage says of the prompt, with the
+    request's id.
+    """
     body: dict[str, Any] = {
         "prompt": ids,
         "max_tokens": 1,
@@ -97,7 +103,8 @@ def ask(http: str, ids: list[int], *, similar: bool) -> tuple[float, int, float,
     took = time.perf_counter() - begin
     (choice,) = found["choices"]
     logprob = choice["logprobs"]["token_logprobs"][0]
-    return took, choice["token_ids"][0], logprob, found["usage"]["prompt_tokens_details"]
+    details = {**found["usage"]["prompt_tokens_details"], "request_id": found["id"].removeprefix("cmpl-")}
+    return took, choice["token_ids"][0], logprob, details
 
 
 def measured(http: str, prompts: list[Prompt]) -> list[dict[str, Any]]:
@@ -118,9 +125,39 @@ def measured(http: str, prompts: list[Prompt]) -> list[dict[str, Any]]:
                 "logprob_off_by": round(abs(off_logprob - on_logprob), 4) if off == on else None,
                 "stood_in": details["similar_tokens"],
                 "computed": details["similar_computed_tokens"],
+                "request_id": details["request_id"],
             }
         )
     return rows
+
+
+def references(directory: Path) -> dict[str, bool]:
+    """By request whether its reference was on another node than its worker's, as the cluster's log says."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        subprocess.run(
+            [
+                python_in(ROOT),
+                "-m",
+                "halfmoon.cli.main",
+                "events",
+                "save",
+                str(log),
+                "--cluster",
+                directory.name,
+            ],
+            env={**os.environ, "XDG_STATE_HOME": str(directory.parents[1])},
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        for line in log.read_text().splitlines():
+            decision = json.loads(line).get("decision", {})
+            reference = decision.get("reference")
+            if reference:
+                # A worker of `halfmoon up` has the name of its node.
+                found[decision["request_id"]] = reference["node_id"] != decision["worker_id"]
+    return found
 
 
 def summary(some: list[dict[str, Any]]) -> dict[str, Any]:
@@ -149,18 +186,28 @@ def main() -> None:
     words.add_argument(
         "--block-tokens", type=int, default=256, help="of a block; a reference is whole ones (256)"
     )
+    words.add_argument("--policy", default="halfmoon", help="the conductor's (halfmoon)")
     options = parsed(words, prompts=3, tokens=800)
     prompts = [one for group in workload(options.prompts, options.tokens) for one in group]
-    with cluster(*FLAGS, "--block-tokens", str(options.block_tokens)) as addresses:
+    flags = ("--block-tokens", str(options.block_tokens), "--policy", options.policy)
+    with cluster(*FLAGS, *flags) as addresses:
         rows = measured(addresses["http"], prompts)
+        where = references(Path(addresses["directory"]))
+    for row in rows:
+        row["elsewhere"] = where.get(row.pop("request_id"), False)
     result: dict[str, Any] = {
         "prompts": options.prompts,
         "tokens": options.tokens,
         "block_tokens": options.block_tokens,
+        "policy": options.policy,
     }
     lines = []
-    for kind in ("article", "near-copy"):
-        one = result[kind] = summary([row for row in rows if row["kind"] == kind])
+    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in ("article", "near-copy")}
+    elsewhere = [row for row in kinds["near-copy"] if row["elsewhere"]]
+    if elsewhere:
+        kinds["near-copy, reference on another node"] = elsewhere
+    for kind, some in kinds.items():
+        one = result[kind] = summary(some)
         ratio = one["on_over_off"]
         hits, on_s, off_s = one["hits"], one["on_s"]["p50"], one["off_s"]["p50"]
         lines.append(
