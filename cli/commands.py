@@ -72,11 +72,7 @@ COMMANDS = (
     ),
     Command("store", "halfmoon.cli.processes.store", "a node's store agent: its KV pool and its data plane"),
     *(
-        Command(
-            role,
-            "halfmoon.cli.processes.worker",
-            f"{'an' if role == 'attention' else 'a'} {role} worker, beside a store agent",
-        )
+        Command(role, "halfmoon.cli.processes.worker", f"one {role} worker, beside a store agent")
         for role in WORKER_ROLES
     ),
     Command(

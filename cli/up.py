@@ -100,7 +100,7 @@ def add(parser: argparse.ArgumentParser) -> None:
             f"--{role}-kv-blocks",
             type=int,
             default=0,
-            help=f"blocks of a {role} worker's own cache; 0: --kv-blocks",
+            help=f"blocks of each {role} worker's own cache; 0: --kv-blocks",
         )
     add_bus(parser, default="one of our own")
     add_config(parser)
