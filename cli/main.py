@@ -76,9 +76,7 @@ def _main(argv: Sequence[str] | None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # asyncio logs it for every TLS connection that a server or we close, and it means nothing.
     logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())
-    # nats-py imports them for addresses that begin with ws:// and for streams, which takes longer than all else of
-    # `halfmoon status`.
-    sys.meta_path.insert(0, _WhenUsed("aiohttp", "multidict", "nats.js"))
+    import_when_used()
     try:
         args = parse(parser, commands, arguments, lambda name: module_of(name).add(commands[name]))
         set_logging(args)
@@ -102,6 +100,13 @@ def _main(argv: Sequence[str] | None) -> None:
         sys.exit(refused_status if isinstance(problem, OptionInvalid | ModelError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def import_when_used() -> None:
+    """nats-py imports these for addresses that begin with ws:// and for streams, which takes longer than all else of
+    `halfmoon status`.
+    """
+    sys.meta_path.insert(0, _WhenUsed("aiohttp", "multidict", "nats.js"))
 
 
 class _WhenUsed:

@@ -108,11 +108,11 @@ def build_engine(
     _set_threads(args)
     device = _usable_device(args)
     dtype = getattr(torch, layout.dtype)
+    known = None
     if device == "cpu":
-        _check_memory(args, dtype.itemsize)
-    known = (
-        preloaded(layout.model_fingerprint, dtype, query_first=cache_elsewhere) if device == "cpu" else None
-    )
+        known = preloaded(layout.model_fingerprint, dtype, query_first=cache_elsewhere)
+        if known is None:
+            _check_memory(args.model, dtype.itemsize)
     model, transformer = known or (load_model(args.model, dtype=dtype, device=device), None)
     try:
         return Engine(
@@ -130,7 +130,7 @@ def build_engine(
         raise _no_memory(problem, layout, kv_blocks) from None
 
 
-def preload_model(args: argparse.Namespace, layout: Layout, query_first: Iterable[bool]) -> None:
+def preload_model(model: str, layout: Layout, query_first: Iterable[bool]) -> None:
     """For workers that are forked from this process: their `build_engine` finds the weights packed, for one thread."""
     import torch
 
@@ -139,8 +139,8 @@ def preload_model(args: argparse.Namespace, layout: Layout, query_first: Iterabl
 
     torch.set_num_threads(1)
     dtype = getattr(torch, layout.dtype)
-    _check_memory(args, dtype.itemsize)
-    preload(load_model(args.model, dtype=dtype), query_first)
+    _check_memory(model, dtype.itemsize)
+    preload(load_model(model, dtype=dtype), query_first)
 
 
 def _masks(model: str, vocab: int) -> GrammarMasks:
@@ -206,15 +206,15 @@ def _usable_device(args: argparse.Namespace) -> str:
     return name
 
 
-def _check_memory(args: argparse.Namespace, element_bytes: int) -> None:
+def _check_memory(model: str, element_bytes: int) -> None:
     """Raises OptionInvalid for weights that this machine cannot hold, before hours go into reading them."""
     from halfmoon.workers.model.loading.weight_table import weight_elements
 
-    needed = weight_elements(load_config(args.model)) * element_bytes
+    needed = weight_elements(load_config(model)) * element_bytes
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         sizes = f"{needed >> 20} MiB of weights; this machine has {there >> 20} MiB of memory"
-        raise OptionInvalid(f"--model {args.model}: {sizes}")
+        raise OptionInvalid(f"--model {model}: {sizes}")
 
 
 def measure_profile(engine: Any, layout: Layout) -> CostProfile:

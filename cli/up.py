@@ -11,18 +11,17 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import IO, Annotated, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from halfmoon.bus.credentials import private_directory
 from halfmoon.cli.declared import add_options, options_of
-from halfmoon.cli.local.cluster import LocalCluster
 from halfmoon.cli.local.credentials import credentials_of
 from halfmoon.cli.local.engines import adapted_engines, check_halves
+from halfmoon.cli.local.forked import ForkServers
 from halfmoon.cli.options import DEFAULT_CLUSTER, OptionInvalid, add_bus, add_config, state_directory
-from halfmoon.cli.processes.lifecycle import raise_open_files_limit
 from halfmoon.cli.processes.options import PolicyOptions, policy_of
 from halfmoon.cli.run_file import LOCK, RunFile
 from halfmoon.cli.shared_options import ModelOptions, SharedOptions
@@ -34,6 +33,9 @@ from halfmoon.store.options import StoreOptions
 from halfmoon.workers.adapters.options import ENGINE_TITLES
 from halfmoon.workers.frontend.options import FrontendOptions
 from halfmoon.workers.options import WorkerOptions
+
+if TYPE_CHECKING:
+    from halfmoon.cli.local.cluster import LocalCluster
 
 if sys.platform != "linux":  # the shared memory segments and the parent's death signal are Linux's
     raise RuntimeError("halfmoon runs on Linux")
@@ -116,13 +118,17 @@ async def run(args: argparse.Namespace) -> int:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", args.cluster):
         raise OptionInvalid(f"--cluster {args.cluster}: letters, digits, - and _, at most 64")
     check_endpoint(args)
-    raise_open_files_limit()
     directory = state_directory(args.cluster)
     private_directory(directory)
     lock = _lock(directory, args.cluster)
     for name in ("cluster.json", "prometheus.json"):
         (directory / name).unlink(missing_ok=True)  # of one that was killed
-    cluster = LocalCluster(args, directory)
+    fork_servers = ForkServers()
+    fork_servers.start(args, directory)
+    # Importing it takes 0.3 s, in which they import as well.
+    from halfmoon.cli.local.cluster import LocalCluster
+
+    cluster = LocalCluster(args, directory, fork_servers)
     stop = asyncio.Event()
     signals = 0
 

@@ -14,6 +14,7 @@ from halfmoon.cli import up
 from halfmoon.cli.commands import parser_of
 from halfmoon.cli.local import cluster
 from halfmoon.cli.local.flags import SECRETS, process_flags, secret_environment, worker_flags
+from halfmoon.cli.local.forked import ForkServers
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.schemas.roles import WORKER_ROLES
 
@@ -132,7 +133,7 @@ def test_the_nodes_of_one_machine_listen_at_places_of_their_own() -> None:
 
 async def test_who_has_not_joined_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "START_S_MAX", 0.1)
-    started = cluster.LocalCluster(argparse.Namespace(metrics_port=0), tmp_path)
+    started = cluster.LocalCluster(argparse.Namespace(metrics_port=0), tmp_path, ForkServers())
     started.joined = {"prefill-0"}
     watcher = asyncio.create_task(asyncio.Event().wait())
     with pytest.raises(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import secrets
 import shutil
@@ -22,7 +21,7 @@ from halfmoon.cli import model as models
 from halfmoon.cli.local.credentials import credentials_of, make_credentials
 from halfmoon.cli.local.engines import adapted_engines
 from halfmoon.cli.local.flags import DRAIN_S, process_flags, secret_environment, worker_flags
-from halfmoon.cli.local.forked import ForkServer
+from halfmoon.cli.local.forked import ForkServers, layout_file
 from halfmoon.cli.local.log_server import LogServer, begin_log
 from halfmoon.cli.local.ports import PreferredPorts, wanted_port
 from halfmoon.cli.local.supervisor import Child, Supervisor
@@ -33,7 +32,8 @@ from halfmoon.cli.options import (
     stream_limits,
 )
 from halfmoon.cli.output import say
-from halfmoon.cli.processes.attention import check_attention, decode_attention
+from halfmoon.cli.processes.attention import check_attention
+from halfmoon.cli.processes.lifecycle import raise_open_files_limit
 from halfmoon.cli.processes.options import policy_of
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import (
@@ -57,14 +57,14 @@ START_DEATHS_MAX = 3
 class LocalCluster:
     """Everything that `halfmoon up` has started."""
 
-    def __init__(self, args: argparse.Namespace, directory: Path) -> None:
+    def __init__(self, args: argparse.Namespace, directory: Path, fork_servers: ForkServers) -> None:
         self.args = args
         self.directory = directory
         self.server: EmbeddedServer | None = None
         self.log_server: LogServer | None = None
         self.server_watcher: asyncio.Task[None] | None = None
         self.bus: Bus | None = None
-        self.supervisor = Supervisor(self._on_death, self._on_line)
+        self.supervisor = Supervisor(self._on_death, self._on_line, fork_servers)
         self.http_port = 0
         self._ports = PreferredPorts()
         self.targets = Targets(args.metrics_port)
@@ -100,6 +100,7 @@ class LocalCluster:
 
     async def start(self) -> None:
         args = self.args
+        raise_open_files_limit()
         await asyncio.to_thread(models.check_texts, args.model)
         layout = models.layout_of(args)
         check_attention(args, layout)
@@ -109,9 +110,7 @@ class LocalCluster:
         removed = remove_stale(args.cluster)
         if removed:
             self.say(f"removed what an earlier cluster left: {', '.join(map(str, removed))}")
-        shutil.rmtree(self.directory / "output", ignore_errors=True)
-        (self.directory / "layout.json").write_bytes(_layout_json(layout))
-        self._start_fork_server(layout)
+        layout_file(self.directory).write_bytes(_layout_json(layout))
         if not args.nats:
             self._keep_one_old_log()
             port = wanted_port("--nats-port", args.nats_port, "127.0.0.1") or self._ports.take(4222)
@@ -158,37 +157,15 @@ class LocalCluster:
                 f"these have not joined within {START_S_MAX:g} s: {missing}; see {self.directory / 'output'}"
             ) from None
 
-    def _start_fork_server(self, layout: Layout) -> None:
-        """All else starts while it loads the model. There is none for a GPU, whose memory a fork does not share, and
-        none where workers compute in several threads: how weights are packed may depend on their number.
-        """
-        args = self.args
-        elsewhere = decode_attention(args, attention_workers=args.attention) == "remote"
-        whole = args.prefill or args.mixed or (args.decode and not elsewhere)
-        forms = [*["whole"] * bool(whole), *["query-first"] * bool(args.decode and elsewhere)]
-        if not (forms and layout.layers) or models.device_of(args) != "cpu" or args.threads != 1:
-            return
-        output = self.directory / "output"
-        output.mkdir(exist_ok=True)
-        flags = [f"--model={args.model}", f"--layout-file={self.directory / 'layout.json'}"]
-        flags += [f"--form={form}" for form in forms]
-        with contextlib.suppress(OSError):  # then each worker loads the model by itself
-            self.supervisor.fork_server = ForkServer.start(flags, output / "fork-server.out")
-
     async def _start_children(self, layout: Layout) -> set[str]:
         args = self.args
         for number in range(args.conductors):
             await self._child(f"conductor-{number}", "conductor", {"id": f"conductor-{number}"})
-        nodes = [(role, n) for role in WORKER_ROLES for n in range(getattr(args, role))]
+        nodes = [(f"{role}-{n}", role) for role in WORKER_ROLES for n in range(getattr(args, role))]
         names = {"frontend-0"}
-        for count, (role, number) in enumerate(nodes):
-            node = f"{role}-{number}"
-            if layout.block_bytes:
-                await self._child(f"store-{node}", "store", {"node": node}, node_number=count)
-                names.add(f"store-{node}")
-            own = {"node": node, "id": node, **worker_flags(args, role)}
-            await self._child(node, role, own, node_number=count)
-            names.add(node)
+        for count, (node, _) in enumerate(nodes if layout.block_bytes else []):
+            await self._child(f"store-{node}", "store", {"node": node}, node_number=count)
+            names.add(f"store-{node}")
         for name, kind, role, url in adapted_engines(args):
             await self._child(name, "adapt", {"id": name, "role": role, "url": url}, words=(kind,))
             names.add(name)
@@ -200,6 +177,10 @@ class LocalCluster:
         await self._child(
             "frontend-0", "frontend", {"id": "frontend-0", "http_port": http_port, "log_dir": log_dir}
         )
+        for count, (node, role) in enumerate(nodes):
+            own = {"node": node, "id": node, **worker_flags(args, role)}
+            await self._child(node, role, own, node_number=count)
+            names.add(node)
         return names
 
     def _as(self, name: str) -> argparse.Namespace:
@@ -222,7 +203,7 @@ class LocalCluster:
         args = self._as(name)
         if self.server is not None and command != "conductor":
             args.nats_replicas = 0  # conductors make the streams; the others may not
-        own = {"layout_file": self.directory / "layout.json", "drain_s": DRAIN_S, **own}
+        own = {"layout_file": layout_file(self.directory), "drain_s": DRAIN_S, **own}
         flags = process_flags(args, command, own, node_number=node_number) + self.targets.flags(command)
         log = self.directory / "output" / f"{name}.log"
         log.parent.mkdir(exist_ok=True)

@@ -1,30 +1,35 @@
-"""Workers of `halfmoon up` that are forked from one process which has loaded the model (`fork_server.py`).
+"""Processes of `halfmoon up` that are forked from one which has their modules, and of workers the model
+(`fork_server.py`).
 
-Where that process cannot be started, or has died, workers are started as any other process: slower, with weights of
-their own.
+Where that process cannot be started, or has died, they are started as programs of their own: slower, and workers with
+weights of their own.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import ctypes
-import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from halfmoon.bus.embedded import die_with_parent
+from halfmoon.cli import model as models
+from halfmoon.cli.local.fork_messages import ANSWER_BYTES_MAX, Answer, CommonModel, ForkedKind, Request
+from halfmoon.cli.processes.attention import decode_attention
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET = 1
-_ANSWER_BYTES_MAX = 4096
-#: Room for a worker's command, which `ps` shows.
+#: Room for a process's command, which `ps` shows.
 _WORDS_ROOM = "." * 8192
 
 
@@ -69,7 +74,7 @@ def end(pid: int) -> None:
 
 
 class _Output(asyncio.StreamReaderProtocol):
-    """The words of a worker. `over`: nobody can write any more."""
+    """The words of a process. `over`: nobody can write any more."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         super().__init__(reader)
@@ -83,15 +88,15 @@ class _Output(asyncio.StreamReaderProtocol):
 
 
 class ForkServer:
-    """Loads while other processes start: the first fork waits for it."""
+    """Imports and loads on its own: a fork waits for what it needs of it."""
 
     def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
         self.process, self._channel = process, channel
         self._turn = asyncio.Lock()
 
     @classmethod
-    def start(cls, flags: Sequence[str], log: Path) -> ForkServer:
-        """`flags`: options of `fork_server`. Raises OSError where this kernel or machine cannot."""
+    def start(cls, kind: ForkedKind, log: Path) -> ForkServer:
+        """Raises OSError where this kernel or machine cannot."""
         os.close(os.pidfd_open(os.getpid()))
         # An orphan of its forks becomes a child of this process.
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, _PR_SET):
@@ -101,7 +106,7 @@ class ForkServer:
         module = "halfmoon.cli.local.fork_server"
         with theirs, log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, f"--channel={theirs.fileno()}", *flags, _WORDS_ROOM],
+                [sys.executable, "-m", module, f"--channel={theirs.fileno()}", kind, _WORDS_ROOM],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -119,19 +124,16 @@ class ForkServer:
             )
         return cls(process, ours)
 
-    async def fork(self, command: list[str], environment: dict[str, str]) -> ForkedProcess:
-        """One that runs this command of `halfmoon`, with `environment` beside this process's own.
-
-        Raises ForkServerLost, and OSError where the machine gives no process, memory or descriptor now.
-        """
-        request = json.dumps({"command": command, "environment": environment}).encode()
+    async def fork(self, request: Request) -> ForkedProcess:
+        """Raises ForkServerLost, and OSError where the machine gives no process, memory or descriptor now."""
+        message = msgspec.json.encode(request)
         async with self._turn:
             output = _Output(asyncio.StreamReader())
             read_end, write_end = os.pipe()
             try:
                 transport = await _opened(read_end, output)
                 try:
-                    _send(self._channel, request, write_end)
+                    _send(self._channel, message, write_end)
                 except OSError:
                     transport.close()
                     raise
@@ -150,13 +152,13 @@ class ForkServer:
                 raise
 
     async def _answer(self, over: asyncio.Future[None]) -> int:
-        """The worker's process id. A worker that is killed before its answer leaves an output that nobody writes to."""
+        """The new process's id. One that is killed before its answer leaves an output that nobody writes to."""
         loop, readable = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._channel, readable.set)
         waiting: asyncio.Future[Any] = loop.create_task(readable.wait())
         try:
             await asyncio.wait({waiting, over}, return_when=asyncio.FIRST_COMPLETED)
-            answer = self._channel.recv(_ANSWER_BYTES_MAX)
+            answer = self._channel.recv(ANSWER_BYTES_MAX)
         except BlockingIOError:
             raise OSError("it was killed before it began") from None
         except ConnectionError:
@@ -166,11 +168,10 @@ class ForkServer:
             loop.remove_reader(self._channel)
         if not answer:
             raise ForkServerLost
-        told = json.loads(answer)
-        if "error" in told:
-            raise OSError(told["error"])
-        pid: int = told["pid"]
-        return pid
+        told = msgspec.json.decode(answer, type=Answer)
+        if told.error:
+            raise OSError(told.error)
+        return told.pid
 
     def close(self) -> None:
         """Ends the server; its forks go on. A caller that waits for a fork gets ForkServerLost."""
@@ -179,6 +180,51 @@ class ForkServer:
         self.process.wait()
         if not self._turn.locked():
             self._channel.close()
+
+
+class ForkServers:
+    """Those of one cluster."""
+
+    def __init__(self) -> None:
+        #: Processes of a kind that has none are programs of their own.
+        self.running: dict[ForkedKind, ForkServer] = {}
+        #: That workers are forked with.
+        self.model: CommonModel | None = None
+
+    def start(self, args: argparse.Namespace, directory: Path) -> None:
+        """For the cluster that these options of `halfmoon up` tell of, whose state is kept in `directory`."""
+        output = directory / "output"
+        shutil.rmtree(output, ignore_errors=True)
+        output.mkdir()
+        self.model = _common_model(args, directory)
+        kinds: tuple[ForkedKind, ...] = ("worker", "other") if self.model else ("other",)
+        for kind in kinds:
+            with contextlib.suppress(OSError):  # its processes are programs of their own then
+                self.running[kind] = ForkServer.start(kind, output / f"fork-server-{kind}.out")
+
+    def close(self, *kinds: ForkedKind) -> None:
+        """All, where none is named."""
+        for kind in kinds or tuple(self.running):
+            if (server := self.running.pop(kind, None)) is not None:
+                server.close()
+
+
+def layout_file(directory: Path) -> Path:
+    """Of the cluster whose state is kept in `directory`."""
+    return directory / "layout.json"
+
+
+def _common_model(args: argparse.Namespace, directory: Path) -> CommonModel | None:
+    """None for a GPU, whose memory a fork does not share, and where workers compute in several threads: how weights are
+    packed may depend on their number.
+    """
+    elsewhere = decode_attention(args, attention_workers=args.attention) == "remote"
+    whole = args.prefill or args.mixed or (args.decode and not elsewhere)
+    query_first = (*[False] * bool(whole), *[True] * bool(args.decode and elsewhere))
+    none = not query_first or args.engine == "null"
+    if none or args.threads != 1 or models.device_of(args) != "cpu":
+        return None
+    return CommonModel(args.model, str(layout_file(directory)), query_first)
 
 
 async def _opened(read_end: int, output: _Output) -> asyncio.ReadTransport:

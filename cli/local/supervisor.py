@@ -2,7 +2,8 @@
 
 The kernel kills every child when the parent dies (PR_SET_PDEATHSIG), so `kill -9` of `halfmoon up` leaves no
 process. A child that dies is announced at once (the conductor need not wait for its heartbeat to lapse) and
-started again with a growing pause. Workers are forked from a process that has loaded their model, where there is one.
+started again with a growing pause. All are forked from a process that has their modules and the workers' model, where
+there is one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfmoon.bus.embedded import die_with_parent
-from halfmoon.cli.local.forked import ForkedProcess, ForkServer, ForkServerLost, end
+from halfmoon.cli.local.fork_messages import ForkedKind, Request
+from halfmoon.cli.local.forked import ForkedProcess, ForkServerLost, ForkServers, end
 from halfmoon.cli.local.output_log import OutputLog, lines_of
 from halfmoon.schemas.roles import WORKER_ROLES, ProcessRole
 
@@ -49,41 +51,45 @@ class Child:
         role: ProcessRole = self.command[0]  # type: ignore[assignment]
         return role
 
+    @property
+    def forked_kind(self) -> ForkedKind:
+        return "worker" if self.role in WORKER_ROLES else "other"
+
 
 class Supervisor:
     """`on_death(child, status)` is called at each death that was not asked for."""
 
-    def __init__(self, on_death: Callable[[Child, int], None], on_line: Callable[[Child, str], None]) -> None:
+    def __init__(
+        self,
+        on_death: Callable[[Child, int], None],
+        on_line: Callable[[Child, str], None],
+        fork_servers: ForkServers | None = None,
+    ) -> None:
         self.children: dict[str, Child] = {}
         self._on_death = on_death
         self._on_line = on_line
         self._stopping: set[str] = set()
-        #: Workers are forked from it; None: they are started as the others are.
-        self.fork_server: ForkServer | None = None
+        self._fork_servers = fork_servers or ForkServers()
         self._ending = False
 
     async def start(self, child: Child) -> None:
-        """A worker that is forked is launched by its watcher: others need not wait until its model is loaded."""
+        """One that is forked is launched by its watcher: others need not wait until its model is loaded."""
         self.children[child.name] = child
-        if self._forked_from(child) is None:
+        if child.forked_kind not in self._fork_servers.running:
             await self._launch(child)
         child.watcher = asyncio.create_task(self._watch(child))
 
-    def _forked_from(self, child: Child) -> ForkServer | None:
-        return self.fork_server if child.role in WORKER_ROLES else None
-
     async def _launch(self, child: Child) -> None:
         child.started_at = time.monotonic()
-        if (server := self._forked_from(child)) is not None:
+        if (server := self._fork_servers.running.get(child.forked_kind)) is not None:
             try:
-                child.process = await server.fork(child.command, child.environment)
+                model = self._fork_servers.model if child.forked_kind == "worker" else None
+                child.process = await server.fork(Request(child.command, child.environment, model))
             except ForkServerLost:
                 if self._ending:
                     raise
-                self._close_fork_server()
-                self._on_line(
-                    child, "warning: there is nothing to fork it from: it loads its model by itself"
-                )
+                self._fork_servers.close(child.forked_kind)
+                self._on_line(child, "warning: there is nothing to fork it from: it starts by itself")
             else:
                 return
         child.process = await asyncio.create_subprocess_exec(
@@ -163,14 +169,9 @@ class Supervisor:
                 child.watcher.cancel()
 
     def end_launches(self) -> None:
-        """The cluster is to stop: workers that wait for their model are not started any more."""
+        """The cluster is to stop: what waits to be forked is not started any more."""
         self._ending = True
-        self._close_fork_server()
-
-    def _close_fork_server(self) -> None:
-        if self.fork_server is not None:
-            self.fork_server.close()
-            self.fork_server = None
+        self._fork_servers.close()
 
     def kill(self, names: list[str] | None = None) -> None:
         for name in names or list(self.children):

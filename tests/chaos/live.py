@@ -88,7 +88,7 @@ async def at_rest(cluster: Cluster, digests: Digests) -> str:
     if busy or state.requests_in_flight:
         return f"{state.requests_in_flight} requests, {busy}"
     commands = [command_of(pid)[:8] for pid in children(cluster.process.pid)]
-    # Workers are forked from one more process, and do without it where it was lost.
+    # They are forked from two more processes, and do without these where they were lost.
     running_now = [words for words in commands if FORK_SERVER not in words]
     if len(running_now) != PROCESSES:
         return f"{len(running_now)} processes: {running_now}"

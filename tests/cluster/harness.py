@@ -41,7 +41,7 @@ ASKED_AGAIN_S = 2.0
 #: No request is refused for its time on a machine that has other things to do.
 PATIENT = ("--ttft-slo-ms", "200000", "--tbt-slo-ms", "100000")
 
-#: What `halfmoon up` forks its workers from.
+#: What `halfmoon up` forks its processes from.
 FORK_SERVER = "halfmoon.cli.local.fork_server"
 
 

@@ -1,4 +1,6 @@
-"""Workers of `halfmoon up` are forked from a process that has the model: one copy of the weights, and back at once."""
+"""Processes of `halfmoon up` are forked from one that has their modules, and workers from one that has the model: one
+copy of the weights, and all are back at once.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ import pytest
 
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.cli.local import fork_server, forked
+from halfmoon.cli.local.fork_messages import REQUEST_BYTES_MAX, CommonModel, Request
 from halfmoon.cli.local.forked import ForkServer, ForkServerLost
 from tests.cluster.harness import FORK_SERVER, Cluster, children, command_of, running
 from tests.eventually import eventually
@@ -29,7 +32,10 @@ WEIGHTS_MIB = 513
 TOKEN = "full-moon"
 #: The made model has no room for more.
 TINY = ("--block-tokens", "16", "--pool-mib", "16", "--dtype", "float32", "--prefill", "1", "--decode", "1")
-ALONE = "warning: there is nothing to fork it from: it loads its model by itself"
+ALONE = "warning: there is nothing to fork it from: it starts by itself"
+DECODE = Request(["decode", "--node", "n"], {})
+#: Whose processes are forked, in this order.
+KINDS = "worker", "other"
 
 
 def shared_weights_mib(pid: int) -> int:
@@ -44,8 +50,10 @@ def shared_weights_mib(pid: int) -> int:
     return shared_kib // 1024
 
 
-def fork_servers(cluster: Cluster) -> list[int]:
-    return [pid for pid in children(cluster.process.pid) if FORK_SERVER in command_of(pid)]
+def fork_servers(cluster: Cluster) -> dict[str, int]:
+    """Their process ids by the kind of what they fork."""
+    commands = {pid: command_of(pid) for pid in children(cluster.process.pid)}
+    return {kind: pid for kind in KINDS for pid, words in commands.items() if {FORK_SERVER, kind} <= {*words}}
 
 
 def beginning(pid: int) -> bytes:
@@ -64,11 +72,11 @@ async def answer(cluster: Cluster) -> str:
         return str(answered["choices"][0]["text"])
 
 
-async def killed_and_back(cluster: Cluster, name: str) -> int:
-    """The process id of the worker's next life, once it takes orders."""
-    lives = cluster.output(name).count("takes orders")
+async def killed_and_back(cluster: Cluster, name: str, says: str = "takes orders") -> int:
+    """The process id of its next life, once it says so."""
+    lives = cluster.output(name).count(says)
     old = cluster.kill(name)
-    await eventually(lambda: cluster.output(name).count("takes orders") > lives, f"{name} is back")
+    await eventually(lambda: cluster.output(name).count(says) > lives, f"{name} is back")
     new = cluster.pid(name)
     assert new != old
     return new
@@ -87,32 +95,37 @@ def tiny(tmp_path: Path) -> Iterator[Cluster]:
         server.stop()
 
 
-async def test_workers_are_forked_and_forked_again_and_without_a_fork_server_start_by_themselves(
+async def test_processes_are_forked_and_forked_again_and_without_a_fork_server_start_by_themselves(
     tiny: Cluster,
 ) -> None:
-    (server,) = fork_servers(tiny)
+    servers = fork_servers(tiny)
     text = await answer(tiny)
-    workers = [tiny.pid(name) for name in ("prefill-0", "decode-0")]
-    assert [beginning(pid) == beginning(server) for pid in workers] == [True, True]
-    assert beginning(tiny.pid("frontend-0")) != beginning(server)
+    forks = {"worker": ("prefill-0", "decode-0"), "other": ("conductor-0", "store-decode-0", "frontend-0")}
+    begun = {kind: {beginning(tiny.pid(name)) for name in names} for kind, names in forks.items()}
+    assert begun == {kind: {beginning(servers[kind])} for kind in KINDS}
+    assert begun["worker"] != begun["other"]
 
-    again = await killed_and_back(tiny, "decode-0")
-    assert beginning(again) == beginning(server)
-    assert again in children(tiny.process.pid)
+    killed = {"decode-0": "takes orders", "store-decode-0": "blocks of"}
+    for kind, (name, says) in zip(KINDS, killed.items(), strict=True):
+        again = await killed_and_back(tiny, name, says)
+        assert beginning(again) == beginning(servers[kind])
+        assert again in children(tiny.process.pid)
     assert await answer(tiny) == text
 
-    os.kill(server, signal.SIGKILL)  # which nobody notices before a worker has to be started again
-    alone = await killed_and_back(tiny, "decode-0")
-    assert beginning(alone) != beginning(workers[0])
+    # Which nobody notices before one of its kind has to be started again.
+    for server in servers.values():
+        os.kill(server, signal.SIGKILL)
+    for name, says in killed.items():
+        alone = await killed_and_back(tiny, name, says)
+        assert {beginning(alone)} not in begun.values()
     assert await answer(tiny) == text
-    assert fork_servers(tiny) == []
+    assert fork_servers(tiny) == {}
     said = (tiny.directory.parents[1] / f"{tiny.name}.out").read_text()
-    assert said.count(f"decode-0: {ALONE}") == 1
+    assert [said.count(f"] {name}: {ALONE}") for name in killed] == [1, 1]
 
 
 def test_workers_share_their_weights(small: Cluster) -> None:
     """Once in the machine's memory, whatever each has computed since."""
-    assert len(fork_servers(small)) == 1
     workers = [small.pid(name) for name in ("prefill-0", "prefill-1", "decode-0")]
     assert [shared_weights_mib(pid) > WEIGHTS_MIB for pid in workers] == [True, True, True]
 
@@ -121,7 +134,7 @@ def test_workers_share_their_weights(small: Cluster) -> None:
 def test_workers_that_compute_in_several_threads_are_not_forked(tmp_path: Path) -> None:
     model = directory().write(tmp_path / "model")
     with running(tmp_path / "state", *TINY, "--model", str(model), "--threads", "2") as cluster:
-        assert fork_servers(cluster) == []
+        assert list(fork_servers(cluster)) == ["other"]
         assert beginning(cluster.pid("prefill-0")) != beginning(cluster.pid("decode-0"))
 
 
@@ -135,12 +148,11 @@ def adopting() -> Iterator[None]:
 @pytest.mark.usefixtures("adopting")
 async def test_a_fork_server_that_cannot_load_is_lost_and_says_why(tmp_path: Path) -> None:
     log = tmp_path / "fork-server.out"
-    server = ForkServer.start(
-        ["--model=none", f"--layout-file={tmp_path / 'none.json'}", "--form=whole"], log
-    )
+    server = ForkServer.start("worker", log)
+    without_layout = CommonModel("none", str(tmp_path / "none.json"), (False,))
     for _ in range(2):
         with pytest.raises(ForkServerLost):
-            await server.fork(["decode", "--node", "n"], {})
+            await server.fork(Request(DECODE.command, {}, without_layout))
     server.close()
     assert "none.json" in log.read_text()
 
@@ -149,10 +161,10 @@ async def test_a_fork_server_that_cannot_load_is_lost_and_says_why(tmp_path: Pat
 async def test_who_waits_for_a_fork_is_told_that_the_fork_server_was_closed(tmp_path: Path) -> None:
     layout = tmp_path / "layout"
     os.mkfifo(layout)
-    server = ForkServer.start(
-        ["--model=none", f"--layout-file={layout}", "--form=whole"], tmp_path / "fork-server.out"
+    server = ForkServer.start("worker", tmp_path / "fork-server.out")
+    waiting = asyncio.create_task(
+        server.fork(Request(DECODE.command, {}, CommonModel("none", str(layout), (False,))))
     )
-    waiting = asyncio.create_task(server.fork(["decode", "--node", "n"], {}))
     never_written = await eventually(lambda: _opened(layout), "it reads its layout")
     assert not waiting.done()
     server.close()
@@ -185,8 +197,8 @@ async def test_a_worker_that_is_killed_before_it_has_answered_is_missed(
 ) -> None:
     """It can be started again: the fork server is not lost."""
     server, theirs = ended
-    asked = asyncio.create_task(server.fork(["decode"], {}))
-    _, (output,), _, _ = await asyncio.to_thread(socket.recv_fds, theirs, fork_server.REQUEST_BYTES_MAX, 1)
+    asked = asyncio.create_task(server.fork(DECODE))
+    _, (output,), _, _ = await asyncio.to_thread(socket.recv_fds, theirs, REQUEST_BYTES_MAX, 1)
     assert not asked.done()
     os.close(output)
     with pytest.raises(OSError, match="killed before it began") as told:
@@ -198,8 +210,8 @@ async def test_a_fork_server_that_ends_with_a_request_in_its_hands_is_lost(
     ended: tuple[ForkServer, socket.socket],
 ) -> None:
     server, theirs = ended
-    asked = asyncio.create_task(server.fork(["decode"], {}))
-    _, (output,), _, _ = await asyncio.to_thread(socket.recv_fds, theirs, fork_server.REQUEST_BYTES_MAX, 1)
+    asked = asyncio.create_task(server.fork(DECODE))
+    _, (output,), _, _ = await asyncio.to_thread(socket.recv_fds, theirs, REQUEST_BYTES_MAX, 1)
     theirs.close()
     os.close(output)
     with pytest.raises(ForkServerLost):
@@ -217,10 +229,10 @@ async def test_a_fork_that_there_is_no_process_for_is_refused_and_the_next_one_i
     serving = asyncio.create_task(asyncio.to_thread(fork_server.serve, theirs, os.getpid()))
     for _ in range(2):
         with pytest.raises(OSError, match="temporarily unavailable") as told:
-            await server.fork(["decode"], {})
+            await server.fork(DECODE)
         assert not isinstance(told.value, ForkServerLost)
     server.close()
-    assert await serving is None
+    assert await serving is False
 
 
 @pytest.mark.slow

@@ -157,7 +157,7 @@ async def test_kill_9_of_up_takes_the_children_along_and_the_next_up_removes_the
 ) -> None:
     first = begun(*SMALL, "--pool-mib", "128")
     below = children(first.process.pid)
-    assert len(below) == 8  # nats-server, fork server, conductor, two stores, two workers, frontend
+    assert len(below) == 9  # nats-server, two fork servers, conductor, two stores, two workers, frontend
     first.process.kill()
     first.process.wait()
     eventually_here(lambda: not any(command_of(pid) not in ([], [""]) for pid in below), "all have ended")

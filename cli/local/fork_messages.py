@@ -1,0 +1,40 @@
+"""What `halfmoon up` and the process that is forked for it say to each other, as JSON on a socket of packets."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+#: There is a process to fork from for either.
+ForkedKind = Literal["worker", "other"]
+#: Of a Request, and of an Answer.
+REQUEST_BYTES_MAX = 1 << 17
+ANSWER_BYTES_MAX = 4096
+
+
+class CommonModel(msgspec.Struct, frozen=True):
+    """The model that all workers of a cluster have in common, and the forms of its weights that they compute with
+    (`query_first`: a decode worker whose KV lies elsewhere).
+    """
+
+    model: str
+    layout_file: str
+    query_first: tuple[bool, ...]
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A process that is wanted: a command of `halfmoon`, what its environment has beside that of `halfmoon up`, and for
+    a worker the model.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    model: CommonModel | None = None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The new process's id, or the error with which the machine refused one."""
+
+    pid: int = 0
+    error: str = ""
