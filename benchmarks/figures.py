@@ -250,7 +250,7 @@ ROWS = (
     ),
     Row("simulated against live, mean TTFT of a slice of the trace, each run", "simulation_live.json", _live),
     Row(
-        "`halfmoon up` with all processes forked to d32a85b, workers alone: ready, CPU seconds to it, memory but for pools; "
+        "`halfmoon up`, all processes forked, to d32a85b, workers alone: ready, CPU s to it, memory but for pools; "
         "a killed worker is back",
         "start.json",
         _start,
