@@ -127,7 +127,9 @@ async def run(args: argparse.Namespace) -> int:
     fork_servers.start(args, directory)
     # Importing it takes 0.3 s, in which they import as well.
     from halfmoon.cli.local.cluster import LocalCluster
+    from halfmoon.cli.processes.lifecycle import raise_open_files_limit
 
+    raise_open_files_limit()
     cluster = LocalCluster(args, directory, fork_servers)
     stop = asyncio.Event()
     signals = 0

@@ -33,7 +33,6 @@ from halfmoon.cli.options import (
 )
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.attention import check_attention
-from halfmoon.cli.processes.lifecycle import raise_open_files_limit
 from halfmoon.cli.processes.options import policy_of
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import (
@@ -100,7 +99,6 @@ class LocalCluster:
 
     async def start(self) -> None:
         args = self.args
-        raise_open_files_limit()
         await asyncio.to_thread(models.check_texts, args.model)
         layout = models.layout_of(args)
         check_attention(args, layout)

@@ -1,4 +1,4 @@
-"""What `halfmoon up` and the process that is forked for it say to each other, as JSON on a socket of packets."""
+"""Messages between `halfmoon up` and a process that is forked for it, as JSON on a socket of packets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 #: There is a process to fork from for either.
 ForkedKind = Literal["worker", "other"]
-#: Of a Request, and of an Answer.
+#: Of a `ForkRequest`, and of a `ForkAnswer`.
 REQUEST_BYTES_MAX = 1 << 17
 ANSWER_BYTES_MAX = 4096
 
@@ -23,7 +23,7 @@ class CommonModel(msgspec.Struct, frozen=True):
     query_first: tuple[bool, ...]
 
 
-class Request(msgspec.Struct, frozen=True):
+class ForkRequest(msgspec.Struct, frozen=True):
     """A process that is wanted: a command of `halfmoon`, what its environment has beside that of `halfmoon up`, and for
     a worker the model.
     """
@@ -33,7 +33,7 @@ class Request(msgspec.Struct, frozen=True):
     model: CommonModel | None = None
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ForkAnswer(msgspec.Struct, frozen=True):
     """The new process's id, or the error with which the machine refused one."""
 
     pid: int = 0

@@ -28,7 +28,13 @@ from typing import NoReturn
 import msgspec
 
 from halfmoon.bus.embedded import die_with_parent
-from halfmoon.cli.local.fork_messages import REQUEST_BYTES_MAX, Answer, CommonModel, ForkedKind, Request
+from halfmoon.cli.local.fork_messages import (
+    REQUEST_BYTES_MAX,
+    CommonModel,
+    ForkAnswer,
+    ForkedKind,
+    ForkRequest,
+)
 from halfmoon.cli.local.shown_command import show_command
 from halfmoon.cli.main import import_when_used
 from halfmoon.cli.main import main as halfmoon
@@ -104,7 +110,7 @@ def serve(channel: socket.socket, supervisor: int) -> bool:
         message, descriptors, _, _ = socket.recv_fds(channel, REQUEST_BYTES_MAX, 1)
         if not message:
             return False
-        request = msgspec.json.decode(message, type=Request)
+        request = msgspec.json.decode(message, type=ForkRequest)
         if request.model != loaded and request.model is not None:
             load_model(request.model)
             loaded = request.model
@@ -114,7 +120,7 @@ def serve(channel: socket.socket, supervisor: int) -> bool:
             wanted = between == 0 and os.fork() == 0
         except OSError as problem:
             # The machine gives no process now.
-            _answer(channel, Answer(error=str(problem)))
+            _answer(channel, ForkAnswer(error=str(problem)))
             wanted = False
         if between:
             os.close(descriptors[0])
@@ -127,7 +133,7 @@ def serve(channel: socket.socket, supervisor: int) -> bool:
             return True
 
 
-def _become(channel: socket.socket, supervisor: int, request: Request, output: int) -> None:
+def _become(channel: socket.socket, supervisor: int, request: ForkRequest, output: int) -> None:
     """In the new process: make anew the state that an exec would have made anew."""
     os.setsid()
     deadline = time.monotonic() + ADOPTED_S_MAX
@@ -146,10 +152,10 @@ def _become(channel: socket.socket, supervisor: int, request: Request, output: i
     show_command([sys.executable, "-m", "halfmoon.cli.main", *request.command])
     _draw_anew()
     with channel:
-        _answer(channel, Answer(pid=os.getpid()))
+        _answer(channel, ForkAnswer(pid=os.getpid()))
 
 
-def _answer(channel: socket.socket, answer: Answer) -> None:
+def _answer(channel: socket.socket, answer: ForkAnswer) -> None:
     with contextlib.suppress(ConnectionError):  # nobody waits any more
         channel.send(msgspec.json.encode(answer))
 

@@ -24,7 +24,13 @@ import msgspec
 
 from halfmoon.bus.embedded import die_with_parent
 from halfmoon.cli import model as models
-from halfmoon.cli.local.fork_messages import ANSWER_BYTES_MAX, Answer, CommonModel, ForkedKind, Request
+from halfmoon.cli.local.fork_messages import (
+    ANSWER_BYTES_MAX,
+    CommonModel,
+    ForkAnswer,
+    ForkedKind,
+    ForkRequest,
+)
 from halfmoon.cli.processes.attention import decode_attention
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -124,7 +130,7 @@ class ForkServer:
             )
         return cls(process, ours)
 
-    async def fork(self, request: Request) -> ForkedProcess:
+    async def fork(self, request: ForkRequest) -> ForkedProcess:
         """Raises ForkServerLost, and OSError where the machine gives no process, memory or descriptor now."""
         message = msgspec.json.encode(request)
         async with self._turn:
@@ -168,7 +174,7 @@ class ForkServer:
             loop.remove_reader(self._channel)
         if not answer:
             raise ForkServerLost
-        told = msgspec.json.decode(answer, type=Answer)
+        told = msgspec.json.decode(answer, type=ForkAnswer)
         if told.error:
             raise OSError(told.error)
         return told.pid
@@ -210,7 +216,7 @@ class ForkServers:
 
 
 def layout_file(directory: Path) -> Path:
-    """Of the cluster whose state is kept in `directory`."""
+    """Where the layout of the cluster stands whose state is kept in `directory`."""
     return directory / "layout.json"
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfmoon.bus.embedded import die_with_parent
-from halfmoon.cli.local.fork_messages import ForkedKind, Request
+from halfmoon.cli.local.fork_messages import ForkedKind, ForkRequest
 from halfmoon.cli.local.forked import ForkedProcess, ForkServerLost, ForkServers, end
 from halfmoon.cli.local.output_log import OutputLog, lines_of
 from halfmoon.schemas.roles import WORKER_ROLES, ProcessRole
@@ -84,7 +84,7 @@ class Supervisor:
         if (server := self._fork_servers.running.get(child.forked_kind)) is not None:
             try:
                 model = self._fork_servers.model if child.forked_kind == "worker" else None
-                child.process = await server.fork(Request(child.command, child.environment, model))
+                child.process = await server.fork(ForkRequest(child.command, child.environment, model))
             except ForkServerLost:
                 if self._ending:
                     raise

@@ -21,7 +21,7 @@ import pytest
 
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.cli.local import fork_server, forked
-from halfmoon.cli.local.fork_messages import REQUEST_BYTES_MAX, CommonModel, Request
+from halfmoon.cli.local.fork_messages import REQUEST_BYTES_MAX, CommonModel, ForkRequest
 from halfmoon.cli.local.forked import ForkServer, ForkServerLost
 from tests.cluster.harness import FORK_SERVER, Cluster, children, command_of, running
 from tests.eventually import eventually
@@ -33,7 +33,7 @@ TOKEN = "full-moon"
 #: The made model has no room for more.
 TINY = ("--block-tokens", "16", "--pool-mib", "16", "--dtype", "float32", "--prefill", "1", "--decode", "1")
 ALONE = "warning: there is nothing to fork it from: it starts by itself"
-DECODE = Request(["decode", "--node", "n"], {})
+DECODE = ForkRequest(["decode", "--node", "n"], {})
 #: Whose processes are forked, in this order.
 KINDS = "worker", "other"
 
@@ -152,7 +152,7 @@ async def test_a_fork_server_that_cannot_load_is_lost_and_says_why(tmp_path: Pat
     without_layout = CommonModel("none", str(tmp_path / "none.json"), (False,))
     for _ in range(2):
         with pytest.raises(ForkServerLost):
-            await server.fork(Request(DECODE.command, {}, without_layout))
+            await server.fork(ForkRequest(DECODE.command, {}, without_layout))
     server.close()
     assert "none.json" in log.read_text()
 
@@ -163,7 +163,7 @@ async def test_who_waits_for_a_fork_is_told_that_the_fork_server_was_closed(tmp_
     os.mkfifo(layout)
     server = ForkServer.start("worker", tmp_path / "fork-server.out")
     waiting = asyncio.create_task(
-        server.fork(Request(DECODE.command, {}, CommonModel("none", str(layout), (False,))))
+        server.fork(ForkRequest(DECODE.command, {}, CommonModel("none", str(layout), (False,))))
     )
     never_written = await eventually(lambda: _opened(layout), "it reads its layout")
     assert not waiting.done()
