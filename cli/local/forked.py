@@ -201,7 +201,7 @@ class ForkServers:
         """For the cluster that these options of `halfmoon up` tell of, whose state is kept in `directory`."""
         output = directory / "output"
         shutil.rmtree(output, ignore_errors=True)
-        output.mkdir()
+        output.mkdir(exist_ok=True)
         self.model = _common_model(args, directory)
         kinds: tuple[ForkedKind, ...] = ("worker", "other") if self.model else ("other",)
         for kind in kinds:

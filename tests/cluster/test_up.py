@@ -249,8 +249,8 @@ async def test_a_server_of_the_users_and_options_by_flag_environment_and_file(
 def refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """The words of `halfmoon up` on standard error; they must be one line, and status 1. That which processes are forked
-    from, and which begins beside these checks, is left out.
+    """The words of `halfmoon up` on standard error; they must be one line, and status 1. Fork servers, which start
+    beside these checks, are left out.
     """
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(ForkServers, "start", lambda *_: None)
