@@ -111,7 +111,7 @@ def serve(channel: socket.socket, supervisor: int) -> bool:
         if not message:
             return False
         request = msgspec.json.decode(message, type=ForkRequest)
-        if request.model != loaded and request.model is not None:
+        if request.model is not None and request.model != loaded:
             load_model(request.model)
             loaded = request.model
         between = -1
