@@ -194,7 +194,10 @@ def main() -> None:
         rows = measured(addresses["http"], prompts)
         where = references(Path(addresses["directory"]))
     for row in rows:
-        row["elsewhere"] = where.get(row.pop("request_id"), False)
+        request_id = row.pop("request_id")
+        if row["stood_in"] and request_id not in where:
+            raise SystemExit(f"the log has no reference for {request_id}, whose answer counts tokens of one")
+        row["elsewhere"] = where.get(request_id, False)
     result: dict[str, Any] = {
         "prompts": options.prompts,
         "tokens": options.tokens,

@@ -177,6 +177,7 @@ def main() -> NoReturn:
     parser.add_argument("room", help="for the words of the commands")
     args = parser.parse_args()
     supervisor = os.getppid()
+    show_command([sys.executable, "-m", "halfmoon.cli.local.fork_server", args.kind])
     import_when_used()
     load_modules(args.kind)
     if serve(socket.socket(fileno=args.channel), supervisor):

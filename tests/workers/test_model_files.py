@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -84,6 +85,27 @@ def tiny_gguf(path: Path, architecture: str = "llama") -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_config_that_changes_is_read_again(name: str, tmp_path: Path) -> None:
+    """And one that stays is not."""
+    made = directory()
+    folder = str(made.write(tmp_path / "m"))
+    first = load_config(folder)
+    assert load_config(folder) is first
+    file = tmp_path / "m" / name
+    told = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(told | {"eos_token_id": [5, 6]}))
+    assert {*load_config(folder).eos_token_ids} == {0, 5, 6}
+    assert first.eos_token_ids == (0,)
+
+
+def test_a_gguf_file_that_another_one_replaces_is_read_again(tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "m.gguf")
+    before = load_config(str(path))
+    tiny_gguf(tmp_path / "other.gguf", "qwen2").replace(path)
+    assert load_config(str(path)) != before
 
 
 def test_the_second_load_reads_what_the_first_one_parsed(empty_cache: Path) -> None:
