@@ -108,6 +108,7 @@ class LocalCluster:
         removed = remove_stale(args.cluster)
         if removed:
             self.say(f"removed what an earlier cluster left: {', '.join(map(str, removed))}")
+        shutil.rmtree(self.directory / "output", ignore_errors=True)
         layout_file(self.directory).write_bytes(_layout_json(layout))
         if not args.nats:
             self._keep_one_old_log()

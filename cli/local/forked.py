@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -199,14 +198,11 @@ class ForkServers:
 
     def start(self, args: argparse.Namespace, directory: Path) -> None:
         """For the cluster that these options of `halfmoon up` tell of, whose state is kept in `directory`."""
-        output = directory / "output"
-        shutil.rmtree(output, ignore_errors=True)
-        output.mkdir(exist_ok=True)
         self.model = _common_model(args, directory)
         kinds: tuple[ForkedKind, ...] = ("worker", "other") if self.model else ("other",)
         for kind in kinds:
             with contextlib.suppress(OSError):  # its processes are programs of their own then
-                self.running[kind] = ForkServer.start(kind, output / f"fork-server-{kind}.out")
+                self.running[kind] = ForkServer.start(kind, directory / f"fork-server-{kind}.out")
 
     def close(self, *kinds: ForkedKind) -> None:
         """All, where none is named."""

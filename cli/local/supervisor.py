@@ -2,7 +2,7 @@
 
 The kernel kills every child when the parent dies (PR_SET_PDEATHSIG), so `kill -9` of `halfmoon up` leaves no
 process. A child that dies is announced at once (the conductor need not wait for its heartbeat to lapse) and
-started again with a growing pause. All are forked from a process that has their modules and the workers' model, where
+started again with a growing pause. Each is forked from a process that has its modules, and of a worker the model, where
 there is one.
 """
 

@@ -126,6 +126,7 @@ async def test_processes_are_forked_and_forked_again_and_without_a_fork_server_s
 
 def test_workers_share_their_weights(small: Cluster) -> None:
     """Once in the machine's memory, whatever each has computed since."""
+    assert sorted(fork_servers(small)) == sorted(KINDS)
     workers = [small.pid(name) for name in ("prefill-0", "prefill-1", "decode-0")]
     assert [shared_weights_mib(pid) > WEIGHTS_MIB for pid in workers] == [True, True, True]
 
