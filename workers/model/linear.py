@@ -4,10 +4,11 @@ oneDNN's packed form is 2.3 times as fast as PyTorch's plain product in f32 on A
 at few rows. Its operators are private, so each is tried once on the real weight, and the plain product is the
 fallback.
 
-A CPU without AVX-512 multiplies neither bf16 nor f16, and PyTorch's plain products of them take five to nine times as
-long there as those of f32. So such weights are packed in f32, which holds them exactly: twice the memory, and results
-that are rounded once, as by a CPU that multiplies bf16. One row would take less time in bf16, of which memory has half
-as much to give; but its bits would be others than those of the same row among sixteen.
+oneDNN has no products of bf16 for a CPU without AVX-512, and of f16 for most CPUs (AVX512-FP16 is needed). PyTorch's
+plain ones of a chunk's rows take there up to nine times as long as those of f32. So such weights are packed in f32,
+which holds them exactly: twice the memory, and results that are rounded once, as by a CPU that multiplies bf16. One row
+would take less time in bf16, which is half as many bytes to read from memory; but its bits would be others than those
+of the same row among sixteen.
 """
 
 from __future__ import annotations
