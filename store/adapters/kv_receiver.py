@@ -87,7 +87,8 @@ class KvReceiver:
 
     def drop(self, request_id: str) -> None:
         """Nobody wants it any more: it ends soon."""
-        self._link.call(lambda: self._drop(request_id))
+        # A task, as its load is: they begin in order. A plain call would pass a load that has not begun, and miss it.
+        self._link.spawn(self._drop, request_id)
 
     def ended(self) -> list[Ended]:
         """Loads that have ended since the last call."""
@@ -116,7 +117,7 @@ class KvReceiver:
             case TransferFailed():
                 self._fail(load, message.reason)
 
-    def _drop(self, request_id: str) -> None:
+    async def _drop(self, request_id: str) -> None:
         for load in self._loads.values():
             if load.wanted.request_id == request_id:
                 self._fail(load, "the request has ended")

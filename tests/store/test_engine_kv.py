@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -194,6 +195,13 @@ async def refused_or_cut_off(url: str) -> None:
         assert await p.begin("five")
         p.compute("five", 0)
         d.receiver.drop("request of five")
+        assert not (await d.ended()).loaded
+        # Nor did anybody when the load began: the link's loop finds both at once.
+        hold = threading.Event()
+        d.link.call(hold.wait)
+        d.want("at-once")
+        d.receiver.drop("request of at-once")
+        hold.set()
         assert not (await d.ended()).loaded
         p.drop("three", "the test ends")
         p.drop("five", "the test ends")
