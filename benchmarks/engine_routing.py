@@ -41,7 +41,9 @@ from tests.vllm.engines import MODEL, RealEngine, counted, forget, real_engine
 ROUTERS = ("halfmoon", "vllm-router")
 ENGINES = 2
 BLOCK_TOKENS = 32
-RATIOS = {kind: kind for kind in ("ttft_mean_ms", "ttft_p90_ms", "requests_per_s")}
+RATIOS = {
+    kind: kind for kind in ("ttft_mean_ms", "ttft_p90_ms", "tpot_mean_ms", "answer_mean_ms", "requests_per_s")
+}
 #: By the engine's own count, in tokens of prompts.
 ASKED, FOUND = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
 
@@ -101,6 +103,7 @@ def loaded(
         "ttft_mean_ms": found["mean_ttft_ms"],
         "ttft_p90_ms": found["p90_ttft_ms"],
         "tpot_mean_ms": found["mean_tpot_ms"],
+        "answer_mean_ms": found["mean_e2el_ms"],
         "requests_per_s": found["request_throughput"],
         "output_tokens_per_s": found["output_throughput"],
         "prompt_tokens": found["total_input_tokens"],

@@ -1,10 +1,10 @@
 """Policies compared in the simulator: kinds of workloads, each at several speeds, under every policy.
 
-8 prefill and 8 decode workers of one profile, nothing refused. A cell of the table is a kind at a speed: TTFT, mean
-and p90, of each policy, meaned over the seeds, which draw the workload. `behind` is how far the policy in question is
-behind the best of the others, in percent (negative: ahead), in the mean and at p90. It runs a second time with groups
-of prefill workers, which no other policy has: `ahead` is how far it is ahead of each other one, alone and in groups, by
-kind, in the mean over the speeds.
+8 prefill and 8 decode workers of one profile, or `--mixed` workers that do both; nothing refused. A cell of the table
+is a kind at a speed: of each policy TTFT, mean and p90, and the time of a whole answer, meaned over the seeds, which
+draw the workload. `behind` is how far the policy in question is behind the best of the others, in percent (negative:
+ahead). Where there are prefill workers it runs a second time with groups of them, which no other policy has: `ahead` is
+how far it is ahead of each other one, alone and in groups, by kind, in the mean over the speeds.
 
 In a closed loop a turn of a session waits for the answer before it: only kinds with sessions are run.
 
@@ -25,9 +25,11 @@ from clusters import finish, parsed, parser
 
 from benchmarks.workloads import KINDS, SESSIONS_KINDS
 from halfmoon.conductor.simulation.options import ClusterShape, RunOptions
+from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import PROFILES
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
+from halfmoon.schemas.numbers import MS_NS
 from halfmoon.schemas.policy import Policy, PolicyName
 
 RIVALS: tuple[PolicyName, ...] = ("mooncake", "lmetric", "dynamo", "sticky")
@@ -46,6 +48,7 @@ class Run(NamedTuple):
     group: int
     requests: int
     closed_loop: bool
+    mixed: int
 
 
 def title(policy: str, group: int) -> str:
@@ -57,10 +60,13 @@ def own_titles(policy: str) -> tuple[str, str]:
 
 
 class Measured(NamedTuple):
-    """What a run took: TTFT in ms, the share of time that prefill workers computed, tokens reused."""
+    """What a run took: TTFT and the whole answer's time in ms, the share of time that prefill workers computed, tokens
+    reused.
+    """
 
     mean: float
     p90: float
+    answer: float
     busy: float
     reuse: float
 
@@ -72,16 +78,20 @@ def _arrivals(kind: str, seed: int) -> list[Arrival]:
 
 def measure(run: Run) -> Measured:
     arrivals = _arrivals(run.kind, run.seed)
+    pool = 0 if run.mixed else WORKERS
+    outcomes: dict[str, Outcome] = {}
     report = simulate(
         arrivals[: run.requests] if run.requests else arrivals,
-        ClusterShape(prefill=WORKERS, decode=WORKERS, block_tokens=512),
+        ClusterShape(prefill=pool, decode=pool, mixed=run.mixed, block_tokens=512),
         Policy(name=run.policy, admission="none", prefill_group=run.group).present(),
         PROFILES[PROFILE],
         RunOptions(speed=run.speed, closed_loop=run.closed_loop),
+        outcomes=outcomes,
     )
     return Measured(
         report.service.ttft_ms.mean,
         report.service.ttft_ms.p90,
+        statistics.fmean((one.ended_ns - one.arrived_ns) / MS_NS for one in outcomes.values()),
         report.devices.prefill_busy,
         report.service.token_reuse,
     )
@@ -95,14 +105,17 @@ def cells(runs: Sequence[Run], measured: Sequence[Measured], ours: PolicyName) -
     for (kind, speed), policies in found.items():
         mean = {name: statistics.fmean(one.mean for one in some) for name, some in policies.items()}
         p90 = {name: statistics.fmean(one.p90 for one in some) for name, some in policies.items()}
+        answer = {name: statistics.fmean(one.answer for one in some) for name, some in policies.items()}
         yield {
             "kind": kind,
             "speed": speed,
             "busy": round(statistics.fmean(one.busy for one in policies[ours]), 3),
             "mean_ms": {name: round(value, 1) for name, value in mean.items()},
             "p90_ms": {name: round(value, 1) for name, value in p90.items()},
+            "answer_ms": {name: round(value, 1) for name, value in answer.items()},
             "behind_mean_percent": _behind(mean, ours),
             "behind_p90_percent": _behind(p90, ours),
+            "behind_answer_percent": _behind(answer, ours),
         }
 
 
@@ -136,16 +149,18 @@ def ahead(rows: Sequence[dict[str, Any]], ours: str) -> dict[str, dict[str, dict
 
 def _line(row: dict[str, Any]) -> str:
     figures = "  ".join(
-        f"{name} {row['mean_ms'][name]:.0f}/{row['p90_ms'][name]:.0f}" for name in row["mean_ms"]
+        f"{name} {row['mean_ms'][name]:.0f}/{row['p90_ms'][name]:.0f}/{row['answer_ms'][name]:.0f}"
+        for name in row["mean_ms"]
     )
     return (
         f"{row['kind']:16} {row['speed']:3g}  busy {row['busy']:.0%}  {figures}  "
-        f"behind {row['behind_mean_percent']:+.1f} %/{row['behind_p90_percent']:+.1f} %"
+        f"behind {row['behind_mean_percent']:+.1f} %/{row['behind_p90_percent']:+.1f} %/"
+        f"{row['behind_answer_percent']:+.1f} %"
     )
 
 
 def _summary(result: dict[str, Any]) -> Iterator[str]:
-    for which in ("worst_mean", "worst_p90"):
+    for which in ("worst_mean", "worst_p90", "worst_answer"):
         cell = result[which]
         yield f"{which}: {cell['kind']} at {cell['speed']:g}, behind {cell['percent']:+.1f} %"
     for kind, ways in result["ahead_percent"].items():
@@ -169,6 +184,9 @@ def main() -> None:
         default=WORKERS,
         help="of the policy in question, the second time; 1: once",
     )
+    options.add_argument(
+        "--mixed", type=int, default=0, metavar="N", help="so many mixed workers instead of two pools"
+    )
     options.add_argument("--requests", type=int, default=0, help="only the first so many of each workload")
     options.add_argument("--closed-loop", action="store_true", help="turns wait for the answers before them")
     args = parsed(options, kinds=["chat", "agents"], speeds=[1.0], seeds=[1], requests=200)
@@ -176,6 +194,8 @@ def main() -> None:
         args.kinds = [kind for kind in args.kinds if kind in SESSIONS_KINDS]
     rivals = [name for name in args.rivals if name != args.policy]
     ways = [(args.policy, 1), *((name, 1) for name in rivals)]
+    if args.mixed:
+        args.prefill_group = 1
     if args.prefill_group > 1:
         ways.append((args.policy, args.prefill_group))
     runs = [
@@ -187,6 +207,7 @@ def main() -> None:
             group,
             args.requests,
             args.closed_loop,
+            args.mixed,
         )
         for kind, seed, speed, (name, group) in product(args.kinds, args.seeds, args.speeds, ways)
     ]
@@ -198,10 +219,11 @@ def main() -> None:
         "prefill_group": args.prefill_group,
         "closed_loop": args.closed_loop,
         "profile": PROFILE,
-        "workers": [WORKERS, WORKERS],
+        "workers": [args.mixed] if args.mixed else [WORKERS, WORKERS],
         "seeds": args.seeds,
         "worst_mean": worst(rows, "behind_mean_percent"),
         "worst_p90": worst(rows, "behind_p90_percent"),
+        "worst_answer": worst(rows, "behind_answer_percent"),
         "ahead_percent": ahead(rows, args.policy),
         "rows": rows,
     }

@@ -64,7 +64,10 @@ def install(plugin: Plugin) -> None:
         raise ValueError(f"there is another {plugin.title}")
     rules = plugin.rules
     POLICIES[plugin.title] = msgspec.structs.replace(
-        rules, prefill=_contained(plugin.title, rules.prefill), decode=_contained(plugin.title, rules.decode)
+        rules,
+        prefill=_contained(plugin.title, rules.prefill),
+        decode=_contained(plugin.title, rules.decode),
+        mixed=_contained(plugin.title, rules.mixed),
     )
 
 
@@ -110,9 +113,9 @@ def _check(plugin: Plugin) -> None:
     rules = plugin.rules
     if not isinstance(rules, PolicyRules) or rules.fetch not in get_args(FetchRule):
         raise ValueError("its rules are no PolicyRules")
-    for half in (rules.prefill, rules.decode):
-        used = half.measures if isinstance(half, Least) else ()
-        if not isinstance(half, Least | InTurn | Drawn) or not all(
+    for choice in (rules.prefill, rules.decode, rules.mixed):
+        used = choice.measures if isinstance(choice, Least) else ()
+        if not isinstance(choice, Least | InTurn | Drawn) or not all(
             isinstance(measure, CandidateMeasure) for measure in used
         ):
             raise ValueError("its rules choose by something else than measures, turns or draws")

@@ -50,6 +50,8 @@ class PlacementRules(Part, frozen=True):
     #: Number of a worker's last prefills and answers whose measured times correct its predictions; 0, as in older logs:
     #: they are not corrected.
     correction_window: Annotated[int, Meta(ge=0, le=1_000)] = 0
+    #: A mixed worker is chosen by the policy of that name; False, as in older logs: by the first token, whatever it is.
+    mixed_by_policy: bool = False
 
 
 class AdmissionRules(PlacementRules, frozen=True):
@@ -193,6 +195,7 @@ class Policy(LivenessRules, frozen=True):
             links_by_blocks=True,
             coming_blocks=True,
             passing_durations=8,
+            mixed_by_policy=True,
         )
 
 

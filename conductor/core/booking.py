@@ -62,6 +62,8 @@ def give_order(state: State, request: Request, placement: Placement, out: StepOu
     state.counters.placed += 1
     if not placement.mixed:
         state.round_robin["prefill"], state.round_robin["decode"] = prefill.worker_id, decode.worker_id
+    elif state.policy.mixed_by_policy:
+        state.round_robin["mixed"] = prefill.worker_id
     order = Order(
         order_id=order_id,
         request_id=event.request_id,

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import msgspec
 
-from halfmoon.conductor.core.admission import AdmissionLimits, Placement, Refusal, decide
+from halfmoon.conductor.core.admission import AdmissionLimits, Placement, Refusal
 from halfmoon.conductor.core.choice import Choice, choose
 from halfmoon.conductor.core.corrections import correction_of
 from halfmoon.conductor.core.objectives import limit_ns, slo_ns
 from halfmoon.conductor.core.placement.capacity import why_not
 from halfmoon.conductor.core.placement.costed import Costed, cost_request, cost_under
-from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
-from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate
+from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate, MixedCandidate
 from halfmoon.conductor.core.placement.policies import POLICIES, Least
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import WorkerRecord
@@ -56,9 +55,11 @@ class Explanation(DecisionTerms, kw_only=True, rename={"lost_reason": "lost"}):
     decode: list[DecodeCandidate]
     #: Workers that could not be chosen: id to why.
     left_out: dict[str, str]
-    #: Mixed workers that could do both halves, and the verdict on the other way (pair or mixed); None: there was one
-    #: way only.
+    #: Mixed workers that could do both halves.
     mixed: list[MixedCandidate] = []
+    #: Whether the policy chooses among them.
+    mixed_by_policy: bool = False
+    #: The verdict on the other way (pair or mixed); None: there was one way only.
     other_way: Placement | Refusal | None = None
     #: Attention workers that could hold KV: blocks that were free, and all that they have.
     attention: dict[str, tuple[int, int]] = {}
@@ -66,7 +67,7 @@ class Explanation(DecisionTerms, kw_only=True, rename={"lost_reason": "lost"}):
     slow: dict[str, tuple[int, int]] = {}
     #: Workers whose predictions are corrected: role, thousandths of the fit, and busy neighbours (prefill).
     corrections: dict[str, tuple[WorkerRole, int, int]] = {}
-    #: Policies that would have placed it on other workers, then and there: the pair of each.
+    #: Policies that would have placed it on other workers, then and there: the pair of each (a mixed worker twice).
     rivals: dict[str, tuple[str, str]] = {}
     #: None: no worker could take it; it waits.
     verdict: Placement | Refusal | None
@@ -100,6 +101,7 @@ def explain(
         prefill=prefills,
         decode=decodes,
         mixed=mixed,
+        mixed_by_policy=state.policy.mixed_by_policy,
         left_out={
             worker.worker_id: why_not(state, worker, request)
             for worker in state.workers.values()
@@ -146,7 +148,7 @@ def explain_supposed(state: State, request: RequestArrived, at_ns: int) -> Expla
 
 def _rivals(costed: Costed, verdict: Placement | Refusal) -> dict[str, tuple[str, str]]:
     """The pairs of policies that compare candidates, where they are not that of `verdict`."""
-    if not isinstance(verdict, Placement) or verdict.mixed:
+    if not isinstance(verdict, Placement):
         return {}
     state = costed.state
     rivals: dict[str, tuple[str, str]] = {}
@@ -157,7 +159,7 @@ def _rivals(costed: Costed, verdict: Placement | Refusal) -> dict[str, tuple[str
         if name == state.policy.name or not isinstance(rules.prefill, Least):
             continue
         other.policy = msgspec.structs.replace(state.policy, name=name)
-        placed = decide(cost_under(other, costed))
+        placed = choose(cost_under(other, costed)).verdict
         if isinstance(placed, Placement):
             pair = placed.prefill.worker_id, placed.decode.worker_id
             if pair != chosen:

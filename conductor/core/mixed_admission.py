@@ -1,6 +1,8 @@
 """Early rejection at mixed workers: a request is placed on one whole, or refused by the prediction there.
 
-The rules are those of a pair (`admission`), with one worker's queue, room and iterations.
+The rules are those of a pair (`admission`), with one worker's queue, room and iterations. A policy that weighs how long
+others wait may choose a worker that is late: then the one of the earliest first token is tried before the request is
+refused.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from halfmoon.conductor.core.admission import (
 )
 from halfmoon.conductor.core.placement.capacity import too_long
 from halfmoon.conductor.core.placement.costed import Costed
-from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate
+from halfmoon.conductor.core.placement.measures import MixedCandidate
+from halfmoon.conductor.core.placement.policies import (
+    EARLIEST_TOKEN_MIXED,
+    LEAST_DELAYS_MIXED,
+    choose_mixed,
+    mixed_rule,
+)
 from halfmoon.conductor.core.placement.waits import RETRY_NS_MIN, wait_ns
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
@@ -27,6 +35,22 @@ from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
 
 def decide_mixed(costed: Costed, found: Sequence[MixedCandidate]) -> Placement | Refusal:
     """The one of the mixed workers for a request that was never placed, or why none of them takes it."""
+    able = _able(costed, found)
+    if isinstance(able, Refusal):
+        return able
+    best = choose_mixed(costed.state, able, costed.draw)
+    assert best is not None, "one of them is able"
+    verdict = _judged(costed, best)
+    policy = costed.state.policy
+    if isinstance(verdict, Refusal) and mixed_rule(policy.name, policy.mixed_by_policy) == LEAST_DELAYS_MIXED:
+        able = _able(costed, costed.every_mixed())
+        assert not isinstance(able, Refusal), "one of them is able"
+        verdict = _judged(costed, min(able, key=EARLIEST_TOKEN_MIXED.rank))
+    return verdict
+
+
+def _able(costed: Costed, found: Sequence[MixedCandidate]) -> list[MixedCandidate] | Refusal:
+    """Those that the choice is among, at least one."""
     state, now_ns = costed.state, costed.now_ns
     if not found:
         return Refusal(reason="too_long", message=too_long(state, costed.request))
@@ -42,14 +66,18 @@ def decide_mixed(costed: Costed, found: Sequence[MixedCandidate]) -> Placement |
         roomy = [c for c in able if costed.room_at(c.decode, now_ns + c.prefill.ttft_ns)]
         if not roomy:
             return _no_room(state, able, now_ns)
-    best = min(roomy or able, key=lambda c: c.rank)
+    return roomy or able
+
+
+def _judged(costed: Costed, best: MixedCandidate) -> Placement | Refusal:
+    state = costed.state
     placement = placement_of(costed, best.prefill, best.decode)
     if state.policy.admission == "none":
         return placement
     limits = placement.limits = limits_of(costed, placement)
     return (
         late(placement, limits, costed.waited_ns)
-        or _slow(state, placement, limits, now_ns)
+        or _slow(state, placement, limits, costed.now_ns)
         or too_large_now(state, placement, limits, costed.mixed_workers)
         or placement
     )
@@ -57,14 +85,13 @@ def decide_mixed(costed: Costed, found: Sequence[MixedCandidate]) -> Placement |
 
 def mixed_again(costed: Costed) -> Placement | None:
     """The best mixed worker for a request that was accepted before, whatever it takes; None when there is none."""
-    if not costed.mixed:
-        return None
-    best = min([c for c in costed.mixed if c.decode.room] or costed.mixed, key=lambda c: c.rank)
-    return placement_of(costed, best.prefill, best.decode)
+    found = costed.mixed or []
+    best = choose_mixed(costed.state, [c for c in found if c.decode.room] or found, costed.draw)
+    return None if best is None else placement_of(costed, best.prefill, best.decode)
 
 
 def _no_room(state: State, able: list[MixedCandidate], now_ns: int) -> Refusal:
-    least = min(able, key=lambda c: c.rank)
+    least = min(able, key=EARLIEST_TOKEN_MIXED.rank)
     return Refusal(
         reason="no_room",
         message="no mixed worker has room for the request's KV",

@@ -6,10 +6,9 @@ from typing import Any
 
 from halfmoon.conductor.core.admission import Placement, Refusal
 from halfmoon.conductor.core.explanation import Explanation, RoleGrounds
-from halfmoon.conductor.core.placement.measures import Candidate
-from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate
+from halfmoon.conductor.core.placement.measures import Candidate, MixedCandidate
 from halfmoon.conductor.replay.histories import MoveHistory, PlacementAttempt, RequestHistory
-from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons, way_reason
+from halfmoon.conductor.replay.reasons import decode_reasons, mixed_reasons, prefill_reasons, way_reason
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.schemas.decisions import Fetch
 from halfmoon.schemas.lending import KvPart
@@ -104,7 +103,9 @@ def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
             f"predicted: first token {duration(why.verdict.predicted.ttft_ns)}; between tokens "
             f"{duration(why.verdict.predicted.tbt_ns)}, the longest intervals in the batch that will be"
         )
-    found += [mixed_line(c, chosen(why.verdict)[0]) for c in why.mixed]
+    taken = chosen(why.verdict)[0]
+    reasons = mixed_reasons(why, taken)
+    found += [f"{mixed_line(c, taken)}; {reasons[c.worker_id]}" for c in why.mixed]
     found += [reason] if (reason := way_reason(why)) else []
     if isinstance(why.verdict, Placement) and why.verdict.prefill.group_ns:
         found.append(group_line(why.verdict.prefill))
@@ -118,7 +119,7 @@ def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
     for name, pair in why.rivals.items():
         pairs.setdefault(pair, []).append(name)
     found += [
-        f"{prefill_id} and {decode_id}: taken under policy {', '.join(names)}"
+        f"{prefill_id}{f' and {decode_id}' if decode_id != prefill_id else ''}: taken under policy {', '.join(names)}"
         for (prefill_id, decode_id), names in pairs.items()
     ]
     if attempt is not None and attempt.finished is not None and is_mixed(why.verdict):
@@ -201,7 +202,6 @@ def mixed_line(c: MixedCandidate, chosen: str) -> str:
         f"{duration(prefill.prefill_ns)}, {prefill.cached_tokens} tokens cached), {duration(decode.tbt_ns)} between "
         f"tokens beside {decode.sequences} others; {decode.blocks} KV blocks, {decode.reserved_blocks} reserved"
         + ("" if decode.room else " (no room)")
-        + (", its queue is full" if c.full else "")
     )
 
 

@@ -8,8 +8,22 @@ from typing import assert_never
 from halfmoon.conductor.core.admission import Placement, Refusal
 from halfmoon.conductor.core.choice import way_rank
 from halfmoon.conductor.core.explanation import Explanation
-from halfmoon.conductor.core.placement.measures import C, Candidate, CandidateMeasure, DecodeCandidate
-from halfmoon.conductor.core.placement.policies import POLICIES, Drawn, InTurn, Least
+from halfmoon.conductor.core.placement.measures import (
+    C,
+    Candidate,
+    CandidateMeasure,
+    DecodeCandidate,
+    MixedCandidate,
+)
+from halfmoon.conductor.core.placement.policies import (
+    EARLIEST_TOKEN_MIXED,
+    LEAST_DELAYS_MIXED,
+    POLICIES,
+    Drawn,
+    InTurn,
+    Least,
+    mixed_rule,
+)
 from halfmoon.conductor.replay.text import duration
 
 _ID = "the smaller id"
@@ -30,6 +44,20 @@ def decode_reasons(why: Explanation, chosen: str) -> dict[str, str]:
     return _reasons(why, why.decode, choice, chosen, passed, why.last_chosen.get("decode", ""))
 
 
+def mixed_reasons(why: Explanation, chosen: str) -> dict[str, str]:
+    choice = mixed_rule(why.policy, why.mixed_by_policy)
+    passed = {c.worker_id: "its queue is full" for c in why.mixed if c.full}
+    if any(c.decode.room and not c.full for c in why.mixed):
+        passed.update({c.worker_id: "no room for the KV" for c in why.mixed if not c.decode.room})
+    winner = next((c for c in why.mixed if c.worker_id == chosen), None)
+    able = [c for c in why.mixed if c.worker_id not in passed]
+    if winner is None or choice != LEAST_DELAYS_MIXED or winner is min(able, key=LEAST_DELAYS_MIXED.rank):
+        return _reasons(why, why.mixed, choice, chosen, passed, why.last_chosen.get("mixed", ""))
+    reasons = _reasons(why, why.mixed, EARLIEST_TOKEN_MIXED, chosen, passed, "")
+    reasons[chosen] += "; where it would delay others least, it would be refused"
+    return reasons
+
+
 def _reasons(
     why: Explanation,
     found: Sequence[C],
@@ -47,7 +75,7 @@ def _reasons(
         if worker_id in passed and worker_id != chosen:
             reasons[worker_id] = passed[worker_id]
         elif winner is None and isinstance(why.verdict, Placement):
-            reasons[worker_id] = "a mixed worker does both"
+            reasons[worker_id] = "a mixed worker does both" if why.verdict.mixed else "a pair does it"
         elif winner is None:
             reasons[worker_id] = _refused(candidate, why)
         else:
@@ -70,13 +98,19 @@ def _compared(candidate: C, winner: C, rivals: list[C], choice: Least[C] | InTur
             assert_never(choice)
 
 
-def _refused(candidate: Candidate | DecodeCandidate, why: Explanation) -> str:
+def _refused(candidate: C, why: Explanation) -> str:
     """The reason at a candidate of a request that was refused, or waits."""
-    if isinstance(candidate, Candidate):
-        over, limit_ns = candidate.ttft_ns - why.ttft_limit_ns, why.ttft_limit_ns
-    else:
-        over, limit_ns = candidate.tbt_ns - why.tbt_limit_ns, why.tbt_limit_ns
-    return f"{duration(over)} over the limit of {duration(limit_ns)}" if over > 0 else "within the limit"
+    predicted: list[tuple[int, int]] = []
+    if isinstance(candidate, Candidate | MixedCandidate):
+        prefill = candidate.prefill if isinstance(candidate, MixedCandidate) else candidate
+        predicted.append((prefill.ttft_ns, why.ttft_limit_ns))
+    if isinstance(candidate, DecodeCandidate | MixedCandidate):
+        decode = candidate.decode if isinstance(candidate, MixedCandidate) else candidate
+        predicted.append((decode.tbt_ns, why.tbt_limit_ns))
+    for predicted_ns, limit_ns in predicted:
+        if predicted_ns > limit_ns:
+            return f"{duration(predicted_ns - limit_ns)} over the limit of {duration(limit_ns)}"
+    return "within the limit"
 
 
 def _behind(candidate: C, winner: C, measures: Sequence[CandidateMeasure[C]]) -> str:

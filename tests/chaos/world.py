@@ -142,6 +142,7 @@ class World:
         share = ELASTIC_MOVING if self.moving else ELASTIC_LENDING if self.lending else ELASTIC
         self.elastic = not self.attention and wishes.drawn("roles", self.role_draw.random() < share)
         self.mixed_draw = random.Random(f"mixed {seed}")
+        self.mixed_by_policy = random.Random(f"mixed by policy {seed}").random() < 0.7
         self._add_mixed(self.mixed_draw)
         #: Placements are paused now and then, and go on with other weights.
         self.pause_draw = random.Random(f"pauses {seed}")
@@ -267,6 +268,7 @@ class World:
         if self.mixed:
             added["admission"] = self.mixed_draw.choice(["none", "none", "predicted", "late"])
             added["mixed_choice"] = self.mixed_draw.choice(["predicted", "predicted", "preferred"])
+            added["mixed_by_policy"] = self.mixed_by_policy
         if self.elastic:
             roles = self.role_draw
             added |= {

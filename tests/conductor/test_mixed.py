@@ -26,6 +26,7 @@ from conductor_scripts import (
 
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement.mixed_candidates import chunk_tokens, least_mixed, mixed_candidates
+from halfmoon.conductor.core.placement.policies import Least, mixed_rule
 from halfmoon.conductor.core.placement.prefix_match import match_prefix
 from halfmoon.conductor.replay.explain import remarks, verdict_text
 from halfmoon.conductor.replay.state_text import described
@@ -330,6 +331,7 @@ def wide_fleet(draw: random.Random) -> Script:
     """Three to thirty mixed workers, many of them alike; they hold blocks, compute prompts and decode."""
     script = cluster(
         name=draw.choice(["halfmoon", "local_cache_aware", "mooncake"]),
+        mixed_by_policy=draw.choice([True, False]),
         admission=draw.choice(["none", "none", "predicted"]),
         queued_max_per_worker=draw.choice([2, 100]),
         link_bytes_s=10 ** draw.randrange(7, 11),
@@ -370,7 +372,9 @@ def test_in_a_wide_fleet_no_mixed_worker_is_passed_over_that_would_be_taken(seed
         if not roomy and state.policy.admission == "none":
             roomy = able
         best = least_mixed(state, request, matched, now_ns, 50)
-        assert best == min(roomy, key=lambda one: one.rank, default=None)
+        rule = mixed_rule(state.policy.name, state.policy.mixed_by_policy)
+        assert isinstance(rule, Least)
+        assert best == min(roomy, key=rule.rank, default=None)
         assert len(every) == len(state.loads.mixed.workers)
         known += best is not None
     assert known > 20

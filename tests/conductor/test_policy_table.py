@@ -62,7 +62,7 @@ def test_every_policy_is_in_the_table_with_all_that_it_needs() -> None:
     assert tuple(POLICIES) == get_args(PolicyName)
     for rules in POLICIES.values():
         assert rules.fetch in get_args(FetchRule)
-        for choice in (rules.prefill, rules.decode):
+        for choice in (rules.prefill, rules.decode, rules.mixed):
             assert isinstance(choice, Least | InTurn | Drawn)
             measures = choice.measures if isinstance(choice, Least) else ()
             assert bool(measures) == isinstance(choice, Least)

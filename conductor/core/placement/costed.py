@@ -18,12 +18,8 @@ from halfmoon.conductor.core.placement.decode_candidates import (
     decodes_to_choose_from,
     has_room,
 )
-from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
-from halfmoon.conductor.core.placement.mixed_candidates import (
-    MixedCandidate,
-    least_mixed,
-    mixed_candidates,
-)
+from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate, MixedCandidate
+from halfmoon.conductor.core.placement.mixed_candidates import least_mixed, mixed_candidates
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch, match_prefix
 from halfmoon.conductor.core.placement.prices import Row, row_of
 from halfmoon.conductor.core.state.core_state import State
@@ -172,12 +168,7 @@ def cost_request(
         costed.every_prefill()
         costed.every_decode()
     if state.loads.mixed.workers and state.policy.mixed_choice != "never":
-        least = least_mixed(state, request, match, now_ns, answer_tokens) if avoid is None else None
-        costed.mixed, costed.mixed_workers = [], len(state.loads.mixed.workers)
-        if least is not None:
-            costed.mixed.append(least)
-        else:
-            costed.every_mixed()
+        _cost_mixed(costed, bounded=avoid is None)
     return costed
 
 
@@ -191,8 +182,22 @@ def _cost_for_choice(costed: Costed) -> None:
     )
 
 
+def _cost_mixed(costed: Costed, *, bounded: bool) -> None:
+    state, request = costed.state, costed.request
+    costed.mixed, costed.all_mixed, costed.mixed_workers = [], False, len(state.loads.mixed.workers)
+    least = None
+    if bounded:
+        least = least_mixed(state, request, costed.match, costed.now_ns, costed.answer_tokens)
+    if least is not None:
+        costed.mixed.append(least)
+    else:
+        costed.every_mixed()
+
+
 def cost_under(state: State, known: Costed) -> Costed:
-    """The same request of `known`, at prefill and decode workers, where `state` differs in its policy alone."""
-    costed = msgspec.structs.replace(known, state=state, mixed=None, loads={})
+    """The same request of `known`, where `state` differs in the policy's name alone."""
+    costed = msgspec.structs.replace(known, state=state, loads={})
     _cost_for_choice(costed)
+    if known.mixed is not None:
+        _cost_mixed(costed, bounded=True)
     return costed

@@ -85,7 +85,25 @@ class DecodeCandidate(CandidateWorker, kw_only=True):
         return bool(self.loans or self.cache)
 
 
-C = TypeVar("C", Candidate, DecodeCandidate)
+class MixedCandidate(msgspec.Struct, kw_only=True):
+    """One mixed worker, costed for the prompt and for the answer."""
+
+    prefill: Candidate
+    decode: DecodeCandidate
+    #: How long the worker's other requests wait while it computes this prompt, all together.
+    others_wait_ns: int = 0
+
+    @property
+    def worker_id(self) -> str:
+        return self.prefill.worker_id
+
+    @property
+    def full(self) -> bool:
+        """Out of the choice, because its queue is as long as it may be."""
+        return self.prefill.full or self.decode.full
+
+
+C = TypeVar("C", Candidate, DecodeCandidate, MixedCandidate)
 
 
 class CandidateMeasure(msgspec.Struct, Generic[C], frozen=True):
@@ -118,3 +136,34 @@ STEP = CandidateMeasure[DecodeCandidate]("time between tokens", lambda c: c.tbt_
 MISSING_PREFIX = CandidateMeasure[DecodeCandidate]("missing prefix blocks", lambda c: -c.prefix_blocks)
 SEQUENCES = CandidateMeasure[DecodeCandidate]("sequences", lambda c: c.sequences)
 KV_BLOCKS = CandidateMeasure[DecodeCandidate]("KV blocks", lambda c: c.reserved_blocks + c.blocks)
+
+
+def of_prompt(measure: CandidateMeasure[Candidate]) -> CandidateMeasure[MixedCandidate]:
+    """The measure of a mixed worker that is one of its prompt's half."""
+    return CandidateMeasure(measure.words, lambda c: measure.of(c.prefill), measure.unit)
+
+
+def of_answer(measure: CandidateMeasure[DecodeCandidate]) -> CandidateMeasure[MixedCandidate]:
+    """The measure of a mixed worker that is one of its answer's half."""
+    return CandidateMeasure(measure.words, lambda c: measure.of(c.decode), measure.unit)
+
+
+# Of mixed workers.
+MIXED_FIRST_TOKEN = of_prompt(FIRST_TOKEN_AND_COPIES)
+MIXED_DELAYS = CandidateMeasure[MixedCandidate](
+    "first token + copies + waits of others",
+    lambda c: FIRST_TOKEN_AND_COPIES.of(c.prefill) + c.others_wait_ns,
+    "ns",
+)
+MIXED_QUEUE = of_prompt(QUEUE)
+MIXED_ORDERS = of_prompt(ORDERS)
+MIXED_MISSING_HERE = of_prompt(MISSING_HERE)
+MIXED_BLOCKS_TIMES_BATCH = of_prompt(BLOCKS_TIMES_BATCH)
+MIXED_STEP = of_answer(STEP)
+#: Dynamo's cost: blocks still to compute, those of this prompt among them, and blocks reserved for the batch.
+MIXED_BLOCKS = CandidateMeasure[MixedCandidate](
+    "blocks to compute, and KV blocks",
+    lambda c: (
+        c.prefill.pending_blocks + c.prefill.uncached_blocks + c.decode.reserved_blocks + c.decode.blocks
+    ),
+)

@@ -6,9 +6,9 @@ iterations; and beside the answer go chunks of other prompts, up to the token bu
 Source: Sarathi-Serve (OSDI'24), sections 4.2 and 4.3: the time that a chunk adds to a decode's iteration, and the
 reverse.
 
-In a large fleet nearly all workers are passed over: `least_mixed` bounds each one's first token from below, and costs
-those alone whose bound is no later than the best so far. The answer is that of looking at all of them, ties included:
-tests compare the two, on random logs.
+In a large fleet nearly all workers are passed over: `least_mixed` bounds each one's rank from below, and costs those
+alone whose bound is no more than the best so far. The answer is that of looking at all of them, ties included: tests
+compare the two, on random logs.
 """
 
 from __future__ import annotations
@@ -19,38 +19,22 @@ import msgspec
 
 from halfmoon.conductor.core.placement.candidates import cached_blocks_max, candidate_of
 from halfmoon.conductor.core.placement.decode_candidates import decode_candidate_of, decode_fits
-from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
-from halfmoon.conductor.core.placement.policies import rules_of
+from halfmoon.conductor.core.placement.measures import MixedCandidate
+from halfmoon.conductor.core.placement.policies import (
+    EARLIEST_TOKEN_MIXED,
+    LEAST_DELAYS_MIXED,
+    Least,
+    mixed_rule,
+    rules_of,
+)
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.events import RequestArrived
 
-#: The figures that are compared: first token with the price of copies, time between tokens, orders, id.
+#: The figures that `EARLIEST_TOKEN_MIXED` and `LEAST_DELAYS_MIXED` compare, then the id.
 Rank = tuple[int, int, int, str]
-
-
-class MixedCandidate(msgspec.Struct, kw_only=True):
-    """One mixed worker, costed for the prompt and for the answer."""
-
-    prefill: Candidate
-    decode: DecodeCandidate
-
-    @property
-    def worker_id(self) -> str:
-        return self.prefill.worker_id
-
-    @property
-    def full(self) -> bool:
-        """Out of the choice, because its queue is as long as it may be."""
-        return self.prefill.full or self.decode.full
-
-    @property
-    def rank(self) -> Rank:
-        """The least is chosen."""
-        first_token_ns = self.prefill.ttft_ns + self.prefill.copies_ns
-        return first_token_ns, self.decode.tbt_ns, self.prefill.orders, self.worker_id
 
 
 def mixed_candidates(
@@ -73,29 +57,42 @@ def mixed_candidates(
 def least_mixed(
     state: State, request: RequestArrived, match: PrefixMatch, now_ns: int, answer_tokens: int
 ) -> MixedCandidate | None:
-    """The candidate of the least rank among those that are not full and have room; where none has, among those that are
-    not full, unless admission looks for room later.
+    """The candidate that `choose_mixed` would take among those that are not full and have room; where none has, among
+    those that are not full, unless admission looks for room later.
 
-    None when it is not known here: the workers differ in capacity, or there is none. Then all must be looked at.
+    None when it is not known here: the policy chooses otherwise, the workers differ in capacity, or there is none. Then
+    all must be looked at.
     """
-    index = state.loads.mixed
+    index, policy = state.loads.mixed, state.policy
+    rule = mixed_rule(policy.name, policy.mixed_by_policy)
+    if not isinstance(rule, Least) or rule not in (EARLIEST_TOKEN_MIXED, LEAST_DELAYS_MIXED):
+        return None
     if request.prompt_tokens + request.max_tokens > index.tokens_max:
         return None
     context = request.prompt_tokens + answer_tokens
     places = _able_places(state, context)
     best: MixedCandidate | None = None
     rank: Rank | None = None
-    for first_ns, place in sorted(_first_token_bounds(state, places, request.prompt_tokens, match, now_ns)):
+    delays = rule == LEAST_DELAYS_MIXED
+    for least_ns, place in sorted(
+        _bounds(state, places, request.prompt_tokens, match, now_ns, delays=delays)
+    ):
         worker = index.workers[place]
-        if rank is not None and first_ns >= rank[0]:
-            if first_ns > rank[0]:
+        if rank is not None and least_ns >= rank[0]:
+            if least_ns > rank[0]:
                 break
-            if _rank_bound(worker, first_ns, context) > rank:
+            if _rank_bound(worker, least_ns, context) > rank:
                 continue
         here = _candidate_of(state, worker, request, match, now_ns, answer_tokens)
-        if rank is None or here.rank < rank:
-            best, rank = here, here.rank
+        here_rank = _rank(rule, here)
+        if rank is None or here_rank < rank:
+            best, rank = here, here_rank
     return best
+
+
+def _rank(rule: Least[MixedCandidate], candidate: MixedCandidate) -> Rank:
+    least_ns, step_ns, orders = (measure.of(candidate) for measure in rule.measures)
+    return least_ns, step_ns, orders, candidate.worker_id
 
 
 def _able_places(state: State, context_tokens: int) -> list[int]:
@@ -111,10 +108,11 @@ def _able_places(state: State, context_tokens: int) -> list[int]:
     return roomy or ([] if policy.admission in ("early", "predicted") else able)
 
 
-def _first_token_bounds(
-    state: State, places: list[int], tokens: int, match: PrefixMatch, now_ns: int
+def _bounds(
+    state: State, places: list[int], tokens: int, match: PrefixMatch, now_ns: int, *, delays: bool
 ) -> list[tuple[int, int]]:
-    """A lower bound of the first token, with the price of copies, at each of the mixed workers, and its place.
+    """A lower bound of the first figure of the rank, with the waits of others or without, at each of the mixed workers,
+    and its place.
 
     No first token comes before the queue is done and all is computed behind what may be read: the worker's own blocks
     in memory where nothing is fetched, else the longest match. Transfers, copies and decodes beside it are taken to be
@@ -128,18 +126,19 @@ def _first_token_bounds(
     for place in places:
         worker = workers[place]
         cached = min(dram.get(worker.node_id, 0), limit) if own else longest
-        first_ns = worker.cost.prefill_ns(tokens, cached * worker.block_tokens) + queue_ns(worker, now_ns)
-        found.append((first_ns, place))
+        compute_ns = worker.cost.prefill_ns(tokens, cached * worker.block_tokens)
+        waits_ns = compute_ns * len(worker.orders) if delays else 0
+        found.append((queue_ns(worker, now_ns) + compute_ns + waits_ns, place))
     return found
 
 
-def _rank_bound(worker: WorkerRecord, first_ns: int, context_tokens: int) -> Rank:
-    """A lower bound of the worker's rank, whose first token is not before `first_ns`."""
+def _rank_bound(worker: WorkerRecord, least_ns: int, context_tokens: int) -> Rank:
+    """A lower bound of the worker's rank, whose first figure is `least_ns` or more."""
     sequences = len(worker.orders)
     if worker.priced:
-        return first_ns, 0, sequences, worker.worker_id
+        return least_ns, 0, sequences, worker.worker_id
     step_ns = worker.cost.step_ns(sequences + 1, worker.context_tokens + context_tokens)
-    return first_ns, step_ns, sequences, worker.worker_id
+    return least_ns, step_ns, sequences, worker.worker_id
 
 
 def _candidate_of(
@@ -152,6 +151,8 @@ def _candidate_of(
 ) -> MixedCandidate:
     prefill = candidate_of(state, worker, request.prompt_tokens, match, now_ns)
     decode = decode_candidate_of(state, worker, match, request.prompt_tokens + answer_tokens)
+    # Those that wait now are computed before it, and write their answers by then.
+    others_wait_ns = prefill.prefill_ns * len(worker.orders)
     decoding = [order for order_id in worker.orders if (order := state.orders[order_id]).phase == "decode"]
     if decoding:
         computed = request.prompt_tokens - prefill.cached_tokens
@@ -164,7 +165,7 @@ def _candidate_of(
     if worker.orders:
         chunk_ns = worker.cost.prefill_ns(chunk_tokens(worker, len(worker.orders)), 0)
         decode = msgspec.structs.replace(decode, tbt_ns=decode.tbt_ns + chunk_ns)
-    return MixedCandidate(prefill=prefill, decode=decode)
+    return MixedCandidate(prefill=prefill, decode=decode, others_wait_ns=others_wait_ns)
 
 
 def chunk_tokens(worker: WorkerRecord, decoding: int) -> int:

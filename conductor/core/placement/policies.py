@@ -1,4 +1,5 @@
-"""The table of policies: how each one chooses a prefill and a decode worker, and which blocks it moves.
+"""The table of policies: how each one chooses a prefill and a decode worker, or a mixed one, and which
+blocks it moves.
 
 To add a policy, add an entry here and its name to `schemas.policy.PolicyName`: the choice, its short cut and the
 explanation all read this table. Every choice is a total order that ends in an id, so that it does not depend on the
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Generic, assert_never
+from typing import Generic, Literal, assert_never
 
 import msgspec
 
@@ -28,6 +29,14 @@ from halfmoon.conductor.core.placement.measures import (
     KV_BLOCKS,
     MISSING_HERE,
     MISSING_PREFIX,
+    MIXED_BLOCKS,
+    MIXED_BLOCKS_TIMES_BATCH,
+    MIXED_DELAYS,
+    MIXED_FIRST_TOKEN,
+    MIXED_MISSING_HERE,
+    MIXED_ORDERS,
+    MIXED_QUEUE,
+    MIXED_STEP,
     ORDERS,
     PREFILL_BLOCKS,
     QUEUE,
@@ -38,6 +47,7 @@ from halfmoon.conductor.core.placement.measures import (
     Candidate,
     CandidateMeasure,
     DecodeCandidate,
+    MixedCandidate,
 )
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import Half
@@ -65,6 +75,11 @@ class Drawn(msgspec.Struct, frozen=True):
 EARLIEST_TOKEN = Least((FIRST_TOKEN, TRANSFER, ORDERS))
 EARLIEST_TOKEN_WITH_COPIES = Least((FIRST_TOKEN_AND_COPIES, TRANSFER, ORDERS))
 SHORTEST_STEP = Least((STEP, MISSING_PREFIX, SEQUENCES))
+#: The price of copies is 0 under policies that have none.
+EARLIEST_TOKEN_MIXED = Least((MIXED_FIRST_TOKEN, MIXED_STEP, MIXED_ORDERS))
+#: A prompt keeps everybody at its worker waiting. By its own first token alone, which decodes beside it hardly delay,
+#: long answers crowd on one worker while others are idle.
+LEAST_DELAYS_MIXED = Least((MIXED_DELAYS, MIXED_STEP, MIXED_ORDERS))
 
 
 class PolicyRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +87,8 @@ class PolicyRules(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: Least[Candidate] | InTurn | Drawn
     decode: Least[DecodeCandidate] | InTurn | Drawn
+    #: One worker for both halves (`Policy.mixed_by_policy`).
+    mixed: Least[MixedCandidate] | InTurn | Drawn = EARLIEST_TOKEN_MIXED
     fetch: FetchRule
     #: Whether a copy of blocks that are elsewhere has a price (`Candidate.copies_ns`).
     copies_priced: bool = False
@@ -87,6 +104,7 @@ POLICIES: dict[str, PolicyRules] = {
     "halfmoon": PolicyRules(
         prefill=EARLIEST_TOKEN_WITH_COPIES,
         decode=SHORTEST_STEP,
+        mixed=LEAST_DELAYS_MIXED,
         fetch="cheapest",
         copies_priced=True,
         coming_counted=True,
@@ -94,19 +112,37 @@ POLICIES: dict[str, PolicyRules] = {
         large_refused_first=True,
     ),
     "mooncake": PolicyRules(prefill=EARLIEST_TOKEN, decode=SHORTEST_STEP, fetch="as_printed"),
-    "local_cache_aware": PolicyRules(prefill=EARLIEST_TOKEN, decode=SHORTEST_STEP, fetch="local_only"),
-    "least_loaded": PolicyRules(prefill=Least((QUEUE, ORDERS)), decode=SHORTEST_STEP, fetch="local_only"),
-    "round_robin": PolicyRules(prefill=InTurn(), decode=InTurn(), fetch="local_only"),
-    "random": PolicyRules(prefill=Drawn(), decode=Drawn(), fetch="local_only"),
+    "local_cache_aware": PolicyRules(
+        prefill=EARLIEST_TOKEN,
+        decode=SHORTEST_STEP,
+        # Other people's engines are mixed workers under this policy, since nothing is fetched between them.
+        mixed=LEAST_DELAYS_MIXED,
+        fetch="local_only",
+    ),
+    "least_loaded": PolicyRules(
+        prefill=Least((QUEUE, ORDERS)),
+        decode=SHORTEST_STEP,
+        mixed=Least((MIXED_QUEUE, MIXED_ORDERS)),
+        fetch="local_only",
+    ),
+    "round_robin": PolicyRules(prefill=InTurn(), decode=InTurn(), mixed=InTurn(), fetch="local_only"),
+    "random": PolicyRules(prefill=Drawn(), decode=Drawn(), mixed=Drawn(), fetch="local_only"),
     "dynamo": PolicyRules(
-        prefill=Least((PREFILL_BLOCKS,)), decode=Least((KV_BLOCKS, SEQUENCES)), fetch="local_only"
+        prefill=Least((PREFILL_BLOCKS,)),
+        decode=Least((KV_BLOCKS, SEQUENCES)),
+        mixed=Least((MIXED_BLOCKS,)),
+        fetch="local_only",
     ),
     "lmetric": PolicyRules(
-        prefill=Least((BLOCKS_TIMES_BATCH, ORDERS)), decode=Least((SEQUENCES, KV_BLOCKS)), fetch="local_only"
+        prefill=Least((BLOCKS_TIMES_BATCH, ORDERS)),
+        decode=Least((SEQUENCES, KV_BLOCKS)),
+        mixed=Least((MIXED_BLOCKS_TIMES_BATCH, MIXED_ORDERS)),
+        fetch="local_only",
     ),
     "sticky": PolicyRules(
         prefill=Least((MISSING_HERE, QUEUE, ORDERS)),
         decode=Least((MISSING_PREFIX, STEP, SEQUENCES)),
+        mixed=Least((MIXED_MISSING_HERE, MIXED_QUEUE, MIXED_ORDERS)),
         fetch="local_only",
     ),
 }
@@ -146,8 +182,23 @@ def choose_decode(state: State, found: Sequence[DecodeCandidate], draw: str) -> 
     return _choose(rules_of(state).decode, "decode", state, found, draw)
 
 
+def choose_mixed(state: State, found: Sequence[MixedCandidate], draw: str) -> MixedCandidate | None:
+    """As `choose_prefill`, of mixed workers."""
+    rule = mixed_rule(state.policy.name, state.policy.mixed_by_policy)
+    return _choose(rule, "mixed", state, found, draw)
+
+
+def mixed_rule(name: str, by_policy: bool) -> Least[MixedCandidate] | InTurn | Drawn:
+    """How a mixed worker is chosen under the policy of that name; `by_policy` is `Policy.mixed_by_policy`."""
+    return POLICIES[name].mixed if by_policy else EARLIEST_TOKEN_MIXED
+
+
 def _choose(
-    choice: Least[C] | InTurn | Drawn, half: Half, state: State, found: Sequence[C], draw: str
+    choice: Least[C] | InTurn | Drawn,
+    part: Half | Literal["mixed"],
+    state: State,
+    found: Sequence[C],
+    draw: str,
 ) -> C | None:
     if not found:
         return None
@@ -155,9 +206,9 @@ def _choose(
         case Least():
             return min(found, key=choice.rank)
         case InTurn():
-            return found[_next([c.worker_id for c in found], state.round_robin.get(half, ""))]
+            return found[_next([c.worker_id for c in found], state.round_robin.get(part, ""))]
         case Drawn():
-            return found[_drawn(state.policy.seed, f"{half}:{draw}", len(found))]
+            return found[_drawn(state.policy.seed, f"{part}:{draw}", len(found))]
         case _:
             assert_never(choice)
 
