@@ -163,6 +163,12 @@ def _policies(result: Result) -> str:
     return f"{mean['percent']:+.1f} %, {p90['percent']:+.1f} %; {alone:.0f} %, in groups {groups:.0f} %"
 
 
+def _policies_mixed(result: Result) -> str:
+    return ", ".join(
+        f"{result[which]['percent']:+.1f} %" for which in ("worst_answer", "worst_mean", "worst_p90")
+    )
+
+
 def _capacity(result: Result) -> str:
     return ", ".join(f"{row['kind']} {row['gain_percent']:+.0f} %" for row in result["rows"])
 
@@ -269,6 +275,12 @@ ROWS = (
         "ahead of it in the mean on recorded agents' sessions, alone and in groups of prefill workers",
         "policies.json",
         _policies,
+    ),
+    Row(
+        "simulated, 16 mixed workers: policy `halfmoon` behind the best of four others in its worst cell of 32: the "
+        "whole answer, TTFT in the mean and at p90",
+        "policies_mixed.json",
+        _policies_mixed,
     ),
     Row(
         "simulated: highest speed at which 90 % hold their objectives, to that under the papers' own rule",

@@ -77,6 +77,8 @@ class Placement(msgspec.Struct, kw_only=True):
     limits: AdmissionLimits | None = None
     #: Predicted time between tokens, in thousandths of a step.
     tbt_permille: int = EXACT_PERMILLE
+    #: A mixed worker that was chosen for its first token alone: the policy's own would have refused the request.
+    by_first_token: bool = False
 
     @property
     def mixed(self) -> bool:

@@ -25,8 +25,7 @@ from halfmoon.conductor.core.placement.measures import MixedCandidate
 from halfmoon.conductor.core.placement.policies import (
     EARLIEST_TOKEN_MIXED,
     LEAST_DELAYS_MIXED,
-    choose_mixed,
-    mixed_rule,
+    choose_by,
 )
 from halfmoon.conductor.core.placement.waits import RETRY_NS_MIN, wait_ns
 from halfmoon.conductor.core.state.core_state import State
@@ -38,14 +37,15 @@ def decide_mixed(costed: Costed, found: Sequence[MixedCandidate]) -> Placement |
     able = _able(costed, found)
     if isinstance(able, Refusal):
         return able
-    best = choose_mixed(costed.state, able, costed.draw)
+    best = choose_by(costed.mixed_rule, "mixed", costed.state, able, costed.draw)
     assert best is not None, "one of them is able"
     verdict = _judged(costed, best)
-    policy = costed.state.policy
-    if isinstance(verdict, Refusal) and mixed_rule(policy.name, policy.mixed_by_policy) == LEAST_DELAYS_MIXED:
+    if isinstance(verdict, Refusal) and costed.mixed_rule == LEAST_DELAYS_MIXED:
         able = _able(costed, costed.every_mixed())
         assert not isinstance(able, Refusal), "one of them is able"
         verdict = _judged(costed, min(able, key=EARLIEST_TOKEN_MIXED.rank))
+        if isinstance(verdict, Placement):
+            verdict.by_first_token = True
     return verdict
 
 
@@ -86,7 +86,8 @@ def _judged(costed: Costed, best: MixedCandidate) -> Placement | Refusal:
 def mixed_again(costed: Costed) -> Placement | None:
     """The best mixed worker for a request that was accepted before, whatever it takes; None when there is none."""
     found = costed.mixed or []
-    best = choose_mixed(costed.state, [c for c in found if c.decode.room] or found, costed.draw)
+    roomy = [c for c in found if c.decode.room]
+    best = choose_by(costed.mixed_rule, "mixed", costed.state, roomy or found, costed.draw)
     return None if best is None else placement_of(costed, best.prefill, best.decode)
 
 

@@ -17,7 +17,6 @@ from halfmoon.conductor.core.placement.measures import (
 )
 from halfmoon.conductor.core.placement.policies import (
     EARLIEST_TOKEN_MIXED,
-    LEAST_DELAYS_MIXED,
     POLICIES,
     Drawn,
     InTurn,
@@ -45,16 +44,14 @@ def decode_reasons(why: Explanation, chosen: str) -> dict[str, str]:
 
 
 def mixed_reasons(why: Explanation, chosen: str) -> dict[str, str]:
-    choice = mixed_rule(why.policy, why.mixed_by_policy)
     passed = {c.worker_id: "its queue is full" for c in why.mixed if c.full}
     if any(c.decode.room and not c.full for c in why.mixed):
         passed.update({c.worker_id: "no room for the KV" for c in why.mixed if not c.decode.room})
-    winner = next((c for c in why.mixed if c.worker_id == chosen), None)
-    able = [c for c in why.mixed if c.worker_id not in passed]
-    if winner is None or choice != LEAST_DELAYS_MIXED or winner is min(able, key=LEAST_DELAYS_MIXED.rank):
-        return _reasons(why, why.mixed, choice, chosen, passed, why.last_chosen.get("mixed", ""))
-    reasons = _reasons(why, why.mixed, EARLIEST_TOKEN_MIXED, chosen, passed, "")
-    reasons[chosen] += "; where it would delay others least, it would be refused"
+    second = isinstance(why.verdict, Placement) and why.verdict.by_first_token
+    choice = EARLIEST_TOKEN_MIXED if second else mixed_rule(why.policy, why.mixed_by_policy)
+    reasons = _reasons(why, why.mixed, choice, chosen, passed, why.last_chosen.get("mixed", ""))
+    if second:
+        reasons[chosen] += "; where it would delay others least, it would be refused"
     return reasons
 
 

@@ -371,8 +371,8 @@ def test_in_a_wide_fleet_no_mixed_worker_is_passed_over_that_would_be_taken(seed
         roomy = [one for one in able if one.decode.room]
         if not roomy and state.policy.admission == "none":
             roomy = able
-        best = least_mixed(state, request, matched, now_ns, 50)
         rule = mixed_rule(state.policy.name, state.policy.mixed_by_policy)
+        best = least_mixed(state, request, matched, now_ns, 50, rule)
         assert isinstance(rule, Least)
         assert best == min(roomy, key=rule.rank, default=None)
         assert len(every) == len(state.loads.mixed.workers)

@@ -20,6 +20,7 @@ from halfmoon.conductor.core.placement.decode_candidates import (
 )
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate, MixedCandidate
 from halfmoon.conductor.core.placement.mixed_candidates import least_mixed, mixed_candidates
+from halfmoon.conductor.core.placement.policies import EARLIEST_TOKEN_MIXED, MixedRule, mixed_rule
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch, match_prefix
 from halfmoon.conductor.core.placement.prices import Row, row_of
 from halfmoon.conductor.core.state.core_state import State
@@ -64,6 +65,8 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
     mixed: list[MixedCandidate] | None = None
     all_mixed: bool = False
     mixed_workers: int = 0
+    #: How one of them is chosen.
+    mixed_rule: MixedRule = EARLIEST_TOKEN_MIXED
     loads: dict[tuple[str, int], Load] = {}
 
     def every_prefill(self) -> list[Candidate]:
@@ -183,11 +186,13 @@ def _cost_for_choice(costed: Costed) -> None:
 
 
 def _cost_mixed(costed: Costed, *, bounded: bool) -> None:
-    state, request = costed.state, costed.request
+    state, request, policy = costed.state, costed.request, costed.state.policy
+    rule = costed.mixed_rule = mixed_rule(policy.name, policy.mixed_by_policy)
     costed.mixed, costed.all_mixed, costed.mixed_workers = [], False, len(state.loads.mixed.workers)
-    least = None
-    if bounded:
-        least = least_mixed(state, request, costed.match, costed.now_ns, costed.answer_tokens)
+    if not bounded:
+        costed.every_mixed()
+        return
+    least = least_mixed(state, request, costed.match, costed.now_ns, costed.answer_tokens, rule)
     if least is not None:
         costed.mixed.append(least)
     else:

@@ -24,7 +24,7 @@ from halfmoon.conductor.core.placement.policies import (
     EARLIEST_TOKEN_MIXED,
     LEAST_DELAYS_MIXED,
     Least,
-    mixed_rule,
+    MixedRule,
     rules_of,
 )
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch
@@ -55,16 +55,20 @@ def mixed_candidates(
 
 
 def least_mixed(
-    state: State, request: RequestArrived, match: PrefixMatch, now_ns: int, answer_tokens: int
+    state: State,
+    request: RequestArrived,
+    match: PrefixMatch,
+    now_ns: int,
+    answer_tokens: int,
+    rule: MixedRule,
 ) -> MixedCandidate | None:
-    """The candidate that `choose_mixed` would take among those that are not full and have room; where none has, among
-    those that are not full, unless admission looks for room later.
+    """The candidate that `rule` takes among those that are not full and have room; where none has, among those that are
+    not full, unless admission looks for room later.
 
-    None when it is not known here: the policy chooses otherwise, the workers differ in capacity, or there is none. Then
-    all must be looked at.
+    None when it is not known here: the rule has no bound, the workers differ in capacity, or there is none. Then all
+    must be looked at.
     """
-    index, policy = state.loads.mixed, state.policy
-    rule = mixed_rule(policy.name, policy.mixed_by_policy)
+    index = state.loads.mixed
     if not isinstance(rule, Least) or rule not in (EARLIEST_TOKEN_MIXED, LEAST_DELAYS_MIXED):
         return None
     if request.prompt_tokens + request.max_tokens > index.tokens_max:

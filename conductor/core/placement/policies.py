@@ -1,5 +1,4 @@
-"""The table of policies: how each one chooses a prefill and a decode worker, or a mixed one, and which
-blocks it moves.
+"""The table of policies: how each one chooses a prefill and a decode worker, or a mixed one, and which blocks it moves.
 
 To add a policy, add an entry here and its name to `schemas.policy.PolicyName`: the choice, its short cut and the
 explanation all read this table. Every choice is a total order that ends in an id, so that it does not depend on the
@@ -75,6 +74,8 @@ class Drawn(msgspec.Struct, frozen=True):
 EARLIEST_TOKEN = Least((FIRST_TOKEN, TRANSFER, ORDERS))
 EARLIEST_TOKEN_WITH_COPIES = Least((FIRST_TOKEN_AND_COPIES, TRANSFER, ORDERS))
 SHORTEST_STEP = Least((STEP, MISSING_PREFIX, SEQUENCES))
+#: A rule for mixed workers.
+MixedRule = Least[MixedCandidate] | InTurn | Drawn
 #: The price of copies is 0 under policies that have none.
 EARLIEST_TOKEN_MIXED = Least((MIXED_FIRST_TOKEN, MIXED_STEP, MIXED_ORDERS))
 #: A prompt keeps everybody at its worker waiting. By its own first token alone, which decodes beside it hardly delay,
@@ -88,7 +89,7 @@ class PolicyRules(msgspec.Struct, frozen=True, kw_only=True):
     prefill: Least[Candidate] | InTurn | Drawn
     decode: Least[DecodeCandidate] | InTurn | Drawn
     #: One worker for both halves (`Policy.mixed_by_policy`).
-    mixed: Least[MixedCandidate] | InTurn | Drawn = EARLIEST_TOKEN_MIXED
+    mixed: MixedRule = EARLIEST_TOKEN_MIXED
     fetch: FetchRule
     #: Whether a copy of blocks that are elsewhere has a price (`Candidate.copies_ns`).
     copies_priced: bool = False
@@ -174,32 +175,27 @@ def choose_prefill(state: State, found: Sequence[Candidate], draw: str) -> Candi
 
     Where `best_first` has found the best already, `found` is that one candidate.
     """
-    return _choose(rules_of(state).prefill, "prefill", state, found, draw)
+    return choose_by(rules_of(state).prefill, "prefill", state, found, draw)
 
 
 def choose_decode(state: State, found: Sequence[DecodeCandidate], draw: str) -> DecodeCandidate | None:
     """As `choose_prefill`, of decode workers."""
-    return _choose(rules_of(state).decode, "decode", state, found, draw)
+    return choose_by(rules_of(state).decode, "decode", state, found, draw)
 
 
-def choose_mixed(state: State, found: Sequence[MixedCandidate], draw: str) -> MixedCandidate | None:
-    """As `choose_prefill`, of mixed workers."""
-    rule = mixed_rule(state.policy.name, state.policy.mixed_by_policy)
-    return _choose(rule, "mixed", state, found, draw)
-
-
-def mixed_rule(name: str, by_policy: bool) -> Least[MixedCandidate] | InTurn | Drawn:
+def mixed_rule(name: str, by_policy: bool) -> MixedRule:
     """How a mixed worker is chosen under the policy of that name; `by_policy` is `Policy.mixed_by_policy`."""
     return POLICIES[name].mixed if by_policy else EARLIEST_TOKEN_MIXED
 
 
-def _choose(
+def choose_by(
     choice: Least[C] | InTurn | Drawn,
     part: Half | Literal["mixed"],
     state: State,
     found: Sequence[C],
     draw: str,
 ) -> C | None:
+    """The candidate that `choice` takes, of those for one half or for both."""
     if not found:
         return None
     match choice:
