@@ -97,8 +97,8 @@ FAULTS = {
     ),
     "a draw of the conductor is by chance": Fault(
         "conductor/core/placement/policies.py",
-        'found[_drawn(state.policy.seed, f"{half}:{draw}", len(found))]',
-        'found[_drawn(id(found), f"{half}:{draw}", len(found))]',
+        'found[_drawn(state.policy.seed, f"{part}:{draw}", len(found))]',
+        'found[_drawn(id(found), f"{part}:{draw}", len(found))]',
         "tests/conductor/test_policies.py",
     ),
     "two digests of equal states differ": Fault(
