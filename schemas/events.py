@@ -142,8 +142,7 @@ class WorkerHeartbeat(Message, frozen=True):
     step_ns: Ns = 0
     step_sequences: Count = 0
     step_context_tokens: Count = 0
-    #: Orders that were taken and neither answered nor cancelled, and other workers' orders of which it holds segments;
-    #: None: not reported.
+    #: Orders taken, neither answered nor cancelled, and others' orders of which it holds segments; None: not reported.
     orders: list[Id] | None = None
     #: Decode: those of `orders` that wait for KV or a first token, not for room.
     lacking: list[Id] = []
@@ -403,13 +402,14 @@ class DecodeRefused(Message, frozen=True):
 
 
 class DecodeFailed(Message, frozen=True):
-    """Answers one `StartDecode`."""
+    """Answers one `StartDecode`. `prefill_in_doubt`: the fault may be the other half's; its worker is avoided too."""
 
     order_id: Id
     request_id: Id
     worker_id: Id
     reason: Text
     retryable: bool = True
+    prefill_in_doubt: bool = False
     refusal: EngineRefusal | None = None
 
 

@@ -6,6 +6,7 @@ changes nothing; a late prefill still teaches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
 from halfmoon.conductor.core import booking, orders
@@ -65,10 +66,11 @@ def apply(state: State, event: OrderEvent, out: StepOutput) -> None:
                 orders.place_borrowers(state, out)
         case PrefillFailed():
             booking.withdraw(state, order, out, prefill_runs=False, decode_runs=True)
-            _half_failed(state, request, event, event.stage_id or event.worker_id, out)
+            _half_failed(state, request, event, [event.stage_id or event.worker_id], out)
         case DecodeFailed():
             booking.withdraw(state, order, out, prefill_runs=True, decode_runs=False)
-            _half_failed(state, request, event, event.worker_id, out)
+            failed = [event.worker_id, order.prefill_id] if event.prefill_in_doubt else [event.worker_id]
+            _half_failed(state, request, event, failed, out)
         case DecodeRefused():
             booking.withdraw(state, order, out, prefill_runs=True, decode_runs=False)
             _decode_refused(state, request, event, out)
@@ -197,11 +199,16 @@ def _learn_link(
 
 
 def _half_failed(
-    state: State, request: Request, event: PrefillFailed | DecodeFailed, failed_id: str, out: StepOutput
+    state: State,
+    request: Request,
+    event: PrefillFailed | DecodeFailed,
+    failed_ids: Sequence[str],
+    out: StepOutput,
 ) -> None:
-    """The order is withdrawn; `failed_id` is the worker to avoid."""
+    """The order is withdrawn; `failed_ids` are the workers to avoid."""
     if event.retryable:
-        orders.avoid(request, failed_id)
+        for failed_id in failed_ids:
+            orders.avoid(request, failed_id)
         orders.place(state, request, event.reason, out, event.refusal)
     else:
         orders.fail(state, request, event.reason, out, event.refusal)

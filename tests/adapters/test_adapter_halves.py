@@ -401,8 +401,13 @@ def test_an_answer_that_was_begun_elsewhere_goes_on_from_what_is_promised() -> N
 
 
 def test_an_answer_that_breaks_off_is_not_begun_again_here() -> None:
-    (failed,) = reports(hears(decode(), decode_ordered(), taken(), prefilled(), heard(7), broken(None)))
-    assert isinstance(failed, DecodeFailed)
+    _, promise = met(sglang_prefill())
+    for state, told in ((decode(), prefilled()), (sglang_decode(), promise)):
+        early = [prefilled(said="")] if told is promise else []
+        (failed,) = reports(hears(state, decode_ordered(), taken(), told, *early, heard(7), broken(None)))
+        assert isinstance(failed, DecodeFailed)
+        # It had the KV.
+        assert not failed.prefill_in_doubt
 
 
 def test_an_answer_that_its_client_has_whole_waits_for_the_other_half_alone() -> None:
@@ -514,6 +519,8 @@ def test_no_such_engine_computes_a_prompt_for_itself(how: Any, computed_first: b
     (failed,) = reports(actions)
     assert isinstance(failed, DecodeFailed)
     assert failed.retryable == (how.retryable if isinstance(how, AnswerBroke) else True)
+    # The KV may not have come: whose fault that is, the engine does not say.
+    assert failed.prefill_in_doubt
     assert asked(actions) == []
 
 

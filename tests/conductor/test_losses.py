@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from conductor_scripts import MS, S, Script, arrived, decode, finished, pair, prefill, prefilled
 from msgspec.structs import replace
 
@@ -60,6 +61,21 @@ def test_a_prefill_that_two_heartbeats_do_not_list_is_placed_elsewhere() -> None
     assert isinstance(then, StartDecode)
     assert (start.worker_id, then.worker_id, then.placement) == ("p1", "d0", 2)
     assert script.core.state.requests["r1"].avoid == ["p0"]
+
+
+@pytest.mark.parametrize(("in_doubt", "prefill_id"), [(False, "p0"), (True, "p1")])
+def test_a_decode_half_that_fails_has_its_prefill_worker_avoided_where_that_may_be_at_fault(
+    in_doubt: bool, prefill_id: str
+) -> None:
+    script = crowd()
+    script(arrived())
+    failed = DecodeFailed(
+        order_id="11-1", request_id="r1", worker_id="d0", reason="no KV", prefill_in_doubt=in_doubt
+    )
+    start, then = script(failed)[-2:]
+    assert isinstance(start, StartPrefill)
+    assert isinstance(then, StartDecode)
+    assert (start.worker_id, then.worker_id) == (prefill_id, "d1")
 
 
 def test_a_decode_is_missed_until_it_is_finished_and_a_prefill_until_it_is_done() -> None:

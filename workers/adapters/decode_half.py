@@ -20,6 +20,7 @@ such engine computes a prompt for itself, and the other one waits for it.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,8 +181,10 @@ class DecodeAdapterState(AdapterState):
             self.recomputed.add(order_id)
             self.ask(request, event.reason)
 
-    def failure(self, request: AdaptedRequest) -> type[PrefillFailed | DecodeFailed]:
-        return DecodeFailed
+    def failure(self, request: AdaptedRequest) -> Callable[..., PrefillFailed | DecodeFailed]:
+        # Where both engines are asked at once, KV that does not come fails both, and either may be heard of first. With
+        # the decode worker alone avoided, the same prefill engine could lose the KV at every placement.
+        return _failed_in_doubt if self.words.both_at_once and not request.drawing else DecodeFailed
 
     def forget(self, order_id: str) -> None:
         super().forget(order_id)
@@ -198,3 +201,7 @@ class DecodeAdapterState(AdapterState):
             "I82 tokens and no result",
             sequence.order_id,
         )
+
+
+def _failed_in_doubt(**fields: Any) -> DecodeFailed:
+    return DecodeFailed(prefill_in_doubt=True, **fields)

@@ -24,6 +24,7 @@ as soon as it is there. SGLangs always do, and compute no prompt before the deco
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -118,7 +119,7 @@ class PrefillAdapterState(AdapterState):
         if order_id in self.named:
             self.named.remove(order_id)
 
-    def failure(self, request: AdaptedRequest) -> type[PrefillFailed | DecodeFailed]:
+    def failure(self, request: AdaptedRequest) -> Callable[..., PrefillFailed | DecodeFailed]:
         return PrefillFailed
 
 

@@ -17,6 +17,7 @@ no prompt was computed meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -419,7 +420,7 @@ class AdapterState:
         )
         self.forget(order.order_id)
 
-    def failure(self, request: AdaptedRequest) -> type[PrefillFailed | DecodeFailed]:
+    def failure(self, request: AdaptedRequest) -> Callable[..., PrefillFailed | DecodeFailed]:
         """The half that fails."""
         return DecodeFailed if request.drawing else PrefillFailed
 
