@@ -348,11 +348,13 @@ def use(path: Path) -> str:
         return line
     engine = Engine(model, num_blocks=2, block_tokens=16, exact=True)
     try:
-        ids = tokenizer.encode("ab 1", add_special=True)
+        ids = tokenizer.encode("ab 1\n b", add_special=True)
         ids += tokenizer.encode_chat([{"role": "user", "content": "ab"}])
     except (ChatTemplateError, TextNotEncoded) as error:
         return f"refused: {error}"
     assert all(0 <= each < model.config.vocab for each in ids), ids
+    whole = tokenizer._files.without_control.encode("ab 1\n b", add_special_tokens=True).ids
+    assert tokenizer.encode("ab 1\n b", add_special=True) == whole
     tokenizer.decode(range(model.config.vocab))
     if ids and len(ids) <= min(16, model.config.context_tokens_max):
         assert engine.prefill_chunk(ids, 0, engine.allocator.allocate(1), want_logits=True) is not None

@@ -31,7 +31,24 @@ LLAMA3 = (
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_QUICK = {_GPT2, LLAMA3, QWEN2}
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+#: GPT-4o, gpt-oss, Llama 4.
+O200K = _CASED % (_ENDING, _ENDING) + r"\p{N}{1,3}" + _REST
+#: Mistral NeMo and later.
+TEKKEN = _CASED % ("", "") + r"\p{N}" + _REST
+#: DeepSeek V3 and later, behind the two of `PARTIAL`. CR and LF are the characters themselves.
+DEEPSEEK3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    "|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
+#: Each cuts a text at every place of `pieces`.
+FULL = frozenset({_GPT2, LLAMA3, QWEN2, O200K, TEKKEN, DEEPSEEK3})
+#: These match no whitespace, and look at nothing around.
+PARTIAL = frozenset({r"\p{N}{1,3}", r"\p{N}", "[一-龥぀-ゟ゠-ヿ]+"})
+_QUICK = FULL | PARTIAL
 """No repeat in these stands inside of another."""
 
 _ALWAYS = " \n1aé-'"

@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import tokenizers
-
 from halfmoon.workers.model.loading.errors import in_file
 from halfmoon.workers.model.text.chat_taint import render_pieces, split_control
 from halfmoon.workers.model.text.chat_template import (
@@ -19,6 +17,7 @@ from halfmoon.workers.model.text.chat_template import (
     plain_messages,
 )
 from halfmoon.workers.model.text.detokenizer import IncrementalDetokenizer, StopChecker, token_bytes
+from halfmoon.workers.model.text.pieces import TextEncoder, TextNotEncoded
 from halfmoon.workers.model.text.template_abilities import Abilities, abilities_of
 from halfmoon.workers.model.text.template_files import TemplateSource
 from halfmoon.workers.model.text.tokenizer_files import TokenizerFiles, read_tokenizer
@@ -36,10 +35,6 @@ __all__ = [
 
 #: Behind the content that is to be continued: the last character of Unicode that is anybody's own.
 _MARK = "\U0010fffd"
-
-
-class TextNotEncoded(Exception):
-    """The tokenizer of this model fails on this text."""
 
 
 class _Prompt(NamedTuple):
@@ -67,6 +62,10 @@ class Tokenizer:
         added = [token for token in files.with_control.get_added_tokens_decoder().values() if token.special]
         self._take_space_before = {token.content for token in added if token.lstrip}
         self._take_space_behind = {token.content for token in added if token.rstrip}
+        self._with_control = TextEncoder(files.with_control)
+        self._without_control = self._within = TextEncoder(files.without_control)
+        if files.within is not files.without_control:
+            self._within = TextEncoder(files.within)
         self._template = self._tool_template = _NO_TEMPLATE
         if files.chat_template is not None:
             default = _compiled(files, TemplateSource(files.chat_template, files.template_file))
@@ -107,20 +106,8 @@ class Tokenizer:
 
         Raises `TextNotEncoded`.
         """
-        chosen = self._files.with_control if parse_special else self._files.without_control
-        return self._encode(chosen, text, add_special=add_special)
-
-    def _encode(self, chosen: tokenizers.Tokenizer, text: str, *, add_special: bool = False) -> list[int]:
-        """Raises `TextNotEncoded`."""
-        # A batch of one: it lets other threads run meanwhile, and leaves out the offsets.
-        try:
-            ids: list[int] = chosen.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
-        except (KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException as error:
-            # The library raises plain Exception, and its panics are no Exception at all.
-            raise TextNotEncoded(f"the tokenizer fails on this text: {str(error)[:200]}") from None
-        return ids
+        chosen = self._with_control if parse_special else self._without_control
+        return chosen.encode(text, add_special=add_special)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Control tokens are left out; bytes that are no UTF-8 become U+FFFD."""
@@ -195,7 +182,7 @@ class Tokenizer:
                 behind = pieces[i + 1][0] if i + 1 < len(pieces) else ""
                 piece = piece.lstrip() if before in self._take_space_behind else piece
                 piece = piece.rstrip() if behind in self._take_space_before else piece
-                ids += self._encode(self._files.within if i else self._files.without_control, piece)
+                ids += (self._within if i else self._without_control).encode(piece)
             before = piece if special else ""
         return ids
 
