@@ -24,7 +24,7 @@ from tokenizers import models
 from halfmoon.workers.model.text.pre_tokenizer_probe import FULL, PARTIAL
 
 #: Each piece is whitespace and what follows it up to the next place; the last may be whitespace alone.
-_PIECE = re.compile(r"\s*\S+(?:(?<![A-Za-z0-9])[^\S ]\s*\S*)*|\s+")
+_PIECE = re.compile(r"\s*+\S++(?:(?<![A-Za-z0-9])[^\S ]\s*+\S*+)*+|\s+")
 
 #: Known pieces of one tokenizer; with about 200 bytes each, 13 MB.
 PIECES_MAX = 1 << 16
