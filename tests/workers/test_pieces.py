@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Callable
 
 import pytest
@@ -82,6 +83,7 @@ FAMILIES: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 }
 WHOLE: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "an expression that nobody knows": lambda: built(split(r"\S+|\s+"), byte_level()),
+    "an expression behind the bytes": lambda: built(byte_level(), split(pre_tokenizer_probe.LLAMA3)),
     "no step that cuts": lambda: built(DIGITS, byte_level()),
     "a space before every text": lambda: built(byte_level(use_regex=True, add_prefix_space=True)),
     "spaces as pieces' beginnings": lambda: built(pre_tokenizers.Metaspace()),
@@ -126,6 +128,18 @@ def test_a_tokenizer_of_another_kind_gets_its_texts_whole(kind: str) -> None:
     if "drawn" not in kind:
         text = "ab a b <right>  c 12"
         assert encoder.encode(text) == WHOLE[kind]().encode(text, add_special_tokens=False).ids
+
+
+def test_a_vocabulary_without_the_letter_that_is_tried_has_its_texts_whole() -> None:
+    """What stands around a text is found around that letter."""
+    made = built(byte_level(use_regex=True))
+    content = json.loads(made.to_str())
+    content["model"]["vocab"]["no letter"] = content["model"]["vocab"].pop("a")
+    content["model"]["merges"] = []
+    made = tokenizers.Tokenizer.from_str(json.dumps(content))
+    encoder = TextEncoder(made)
+    assert not encoder.cuts
+    assert encoder.encode("Bc def", add_special=True) == made.encode("Bc def").ids
 
 
 def test_whitespace_is_the_same_to_python_and_to_the_library() -> None:

@@ -100,7 +100,7 @@ def _around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | No
     except TextNotEncoded:
         return None
     for at in range(len(whole) - len(plain) + 1):
-        if whole[at : at + len(plain)] == plain:
+        if plain and whole[at : at + len(plain)] == plain:
             return whole[:at], whole[at + len(plain) :]
     return None
 
@@ -119,8 +119,11 @@ def _cuts(tokenizer: tokenizers.Tokenizer) -> bool:
     # Normalization Form C composes nothing with a space or another whitespace.
     if any(step["type"] != "NFC" for step in _steps(tokenizer.normalizer, "normalizers")):
         return False
-    steps = [_kind(step) for step in _steps(tokenizer.pre_tokenizer, "pretokenizers")]
-    return "full" in steps and "other" not in steps
+    steps = _steps(tokenizer.pre_tokenizer, "pretokenizers")
+    kinds = [_kind(step) for step in steps]
+    # Behind bytes written as characters a space is none any more.
+    bytes_last = all(step["type"] != "ByteLevel" for step in steps[:-1])
+    return "full" in kinds and "other" not in kinds and bytes_last
 
 
 def _steps(part: Any, several: str) -> list[dict[str, Any]]:
