@@ -28,7 +28,9 @@ from tests.guardian import cluster_name
 def test_hangs(tmp_path):
     segment = Segment.create(segment_name(cluster_name(), "node"), Geometry(slots=2, layers=2, layer_block_bytes=4096))
     with running(tmp_path, "--engine", "null", "--prefill", "1", "--decode", "1") as cluster:
-        Path({ready!r}).write_text(cluster.name)
+        named = Path({ready!r} + ".new")
+        named.write_text(cluster.name)
+        named.rename({ready!r})  # whoever sees the file sees the name in it
         signal.pause()
 """
 
