@@ -69,7 +69,8 @@ class LayerStage(Part, frozen=True):
 class StartPrefill(Message, frozen=True):
     """To a prefill worker: compute the prompt's KV and push it to `decode_node_id`.
 
-    One of PrefillFinished, PrefillFailed answers.
+    One of PrefillFinished, PrefillFailed answers. A worker that is its own `decode_worker_id` answers the request too:
+    then nothing is pushed, and RequestFinished comes before PrefillFinished.
     """
 
     order_id: Id
@@ -94,6 +95,11 @@ class StartPrefill(Message, frozen=True):
     before: str = ""
     #: Its block keys are to be of these weights.
     weight_version: Text = ""
+
+    @property
+    def answers(self) -> bool:
+        """The first token is the whole answer: the worker delivers it itself, and nobody decodes."""
+        return self.decode_worker_id == self.worker_id
 
     @property
     def exact_blocks(self) -> Blocks:

@@ -125,6 +125,8 @@ class WorkerJoined(Message, frozen=True):
     #: of one token between two layers.
     stage_addresses: list[Text] = []
     activation_bytes: Bytes = 0
+    #: Prefill: it answers requests of one token itself; False, as in older logs: a decode worker does.
+    answers: bool = False
 
 
 class WorkerHeartbeat(Message, frozen=True):

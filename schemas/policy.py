@@ -52,6 +52,9 @@ class PlacementRules(Part, frozen=True):
     correction_window: Annotated[int, Meta(ge=0, le=1_000)] = 0
     #: A mixed worker is chosen by the policy of that name; False, as in older logs: by the first token, whatever it is.
     mixed_by_policy: bool = False
+    #: A request of one token is answered by its prefill worker, where all can; False, as in older logs: by a decode
+    #: worker, which gets its KV.
+    one_token_prefills: bool = False
 
 
 class AdmissionRules(PlacementRules, frozen=True):
@@ -196,6 +199,7 @@ class Policy(LivenessRules, frozen=True):
             coming_blocks=True,
             passing_durations=8,
             mixed_by_policy=True,
+            one_token_prefills=True,
         )
 
 

@@ -104,15 +104,28 @@ ROLES: dict[ProcessRole, RoleTraits] = {
         contexts=1,
         worker=("halfmoon.workers.prefill.worker", "PrefillWorker"),
         rights=Rights(
-            events=(*rights.WORKER_EVENTS, "PrefillFinished", "PrefillFailed", "StageFinished"),
+            events=(
+                *rights.WORKER_EVENTS,
+                "PrefillFinished",
+                "PrefillFailed",
+                "StageFinished",
+                "RequestFinished",
+            ),
             publish=(
                 subjects.kv("*", "PrefillResult", ME),
-                subjects.take("*", ME),
+                *_DRAWS,
                 *_OWN_STORE,
                 *rights.PLACES,
                 *rights.MISSED,
+                rights.ANSWERS,
             ),
-            hear=(rights.INBOX, subjects.decisions_for(ME), subjects.give(ME, "*"), subjects.kv_for(ME)),
+            hear=(
+                rights.INBOX,
+                subjects.decisions_for(ME),
+                subjects.give(ME, "*"),
+                subjects.kv_for(ME),
+                subjects.resend(ME, "*"),
+            ),
         ),
     ),
     "decode": RoleTraits(

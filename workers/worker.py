@@ -113,6 +113,8 @@ class Worker(ABC):
     takes_tokens = True
     #: It computes with the tokens of prompts, or tells others of them.
     needs_prompts = True
+    #: It answers requests of one token without a decode worker.
+    answers = False
 
     def __init__(self, bus: Bus, engine: Any, store: AgentClient | None, config: WorkerConfig) -> None:
         self.bus = bus
@@ -223,6 +225,7 @@ class Worker(ABC):
                 may_become=list(config.may_become),
                 stage_addresses=self.stage_addresses(),
                 activation_bytes=self.activation_bytes(),
+                answers=self.answers,
             ),
             source_id=config.worker_id,
         )

@@ -46,7 +46,7 @@ from halfmoon.conductor.core.objectives import tbt_limit_ns, ttft_limit_ns
 from halfmoon.conductor.core.placement.capacity import nowhere_to_hold, too_long
 from halfmoon.conductor.core.placement.costed import Costed
 from halfmoon.conductor.core.placement.groups import in_group
-from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
+from halfmoon.conductor.core.placement.measures import NOBODY, Candidate, DecodeCandidate
 from halfmoon.conductor.core.placement.policies import choose_decode, choose_prefill, rules_of
 from halfmoon.conductor.core.placement.prices import Row, step_price
 from halfmoon.conductor.core.placement.similar import with_reference
@@ -56,6 +56,7 @@ from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
 from halfmoon.conductor.core.state.cost import expected_decode_ns
 from halfmoon.conductor.core.state.overload import queue_allowed_ns
 from halfmoon.schemas.decisions import Prediction, RejectReason
+from halfmoon.schemas.types import INT_MAX
 
 
 class AdmissionLimits(msgspec.Struct, frozen=True):
@@ -66,7 +67,9 @@ class AdmissionLimits(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, kw_only=True):
-    """A pair of workers for a request, or one mixed worker twice, and the predictions for it there."""
+    """A pair of workers for a request, or one mixed worker twice, and the predictions for it there. Where the prefill
+    worker answers, `decode` is `NOBODY`.
+    """
 
     prefill: Candidate
     decode: DecodeCandidate
@@ -106,6 +109,8 @@ def decide(costed: Costed) -> Placement | Refusal:
     assert prefill is not None, costed
     prefill = in_group(state, prefill, costed.request.prompt_tokens, now_ns)
     prefill = with_reference(state, costed.request, prefill, now_ns)
+    if costed.one_token:
+        return _answered(costed, prefill)
     open_decodes = [c for c in costed.decodes if not c.full]
     roomy = [c for c in open_decodes if c.room]
     end_ns = now_ns + prefill.ttft_ns
@@ -137,12 +142,39 @@ def decide(costed: Costed) -> Placement | Refusal:
     )
 
 
+def _answered(costed: Costed, prefill: Candidate) -> Placement | Refusal:
+    """The prefill worker for a request whose first token is its whole answer."""
+    state = costed.state
+    placement = _without_decode(costed, prefill)
+    if state.policy.admission == "none":
+        return placement
+    limits = AdmissionLimits(ttft_limit_ns(state, costed.request, prefill), INT_MAX)
+    placement.limits = limits
+    return (
+        late(placement, limits, costed.waited_ns)
+        or too_large_now(state, placement, limits, costed.prefill_workers)
+        or placement
+    )
+
+
+def _without_decode(costed: Costed, prefill: Candidate) -> Placement:
+    return Placement(
+        prefill=prefill,
+        decode=NOBODY,
+        predicted=prediction(prefill, 0),
+        answer_tokens=costed.answer_tokens,
+        decode_ns=0,
+    )
+
+
 def place_again(costed: Costed) -> Placement | None:
     """The best pair for a request that was accepted before, whatever it takes; None when there is no worker, or no room
     at lenders. It is costed whole.
     """
     state, draw = costed.state, costed.draw
     prefill = choose_prefill(state, costed.prefills, draw)
+    if costed.one_token:
+        return None if prefill is None else _without_decode(costed, prefill)
     roomy = [c for c in costed.decodes if c.room]
     decode = choose_decode(state, roomy or [c for c in costed.decodes if not c.needs_others], draw)
     if prefill is None or decode is None:
@@ -202,18 +234,20 @@ def _cannot(costed: Costed) -> Refusal | None:
     queues full.
     """
     state, now_ns = costed.state, costed.now_ns
-    pools = {"prefill": state.loads.prefill.workers, "decode": state.loads.decode.workers}
+    pools = {"prefill": state.loads.prefill.workers}
+    if not costed.one_token:
+        pools["decode"] = state.loads.decode.workers
     missing = [f"no {role} worker is there" for role, workers in pools.items() if not workers]
     if state.paused:
         missing.insert(0, "an operator has paused placements")
-    message = missing[0] if missing else nowhere_to_hold(state)
+    message = missing[0] if missing else "" if costed.one_token else nowhere_to_hold(state)
     if message:
         return Refusal(
             reason="no_worker",
             message=message,
             retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
         )
-    if not costed.prefills or not costed.decodes:
+    if not costed.prefills or not (costed.decodes or costed.one_token):
         return Refusal(reason="too_long", message=too_long(state, costed.request))
     if all(c.full for c in costed.prefills):
         return Refusal(
@@ -222,7 +256,7 @@ def _cannot(costed: Costed) -> Refusal | None:
             # One place is free when the first order is done.
             retry_after_ns=max(min(c.queue_ns // c.orders for c in costed.prefills), RETRY_NS_MIN),
         )
-    if all(c.full for c in costed.decodes):
+    if costed.decodes and all(c.full for c in costed.decodes):
         wait = min(wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in costed.decodes)
         return Refusal(
             reason="queue_full", message="the queue of every decode worker is full", retry_after_ns=wait

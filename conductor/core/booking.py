@@ -61,7 +61,9 @@ def give_order(state: State, request: Request, placement: Placement, out: StepOu
     request.order_id = order_id
     state.counters.placed += 1
     if not placement.mixed:
-        state.round_robin["prefill"], state.round_robin["decode"] = prefill.worker_id, decode.worker_id
+        state.round_robin["prefill"] = prefill.worker_id
+        if decode.worker_id:
+            state.round_robin["decode"] = decode.worker_id
     elif state.policy.mixed_by_policy:
         state.round_robin["mixed"] = prefill.worker_id
     order = Order(
@@ -122,7 +124,7 @@ def _until_ns(request: Request, placement: Placement) -> int:
 def _give(
     state: State, request: Request, order: Order, prefill: Candidate, out: StepOutput, passed: list[str]
 ) -> None:
-    """To the two workers of an order, or to the mixed one."""
+    """To the two workers of an order, or to the one that does all."""
     event = request.event
     if order.mixed:
         out.append(
@@ -147,8 +149,8 @@ def _give(
             request_id=event.request_id,
             frontend_id=event.frontend_id,
             worker_id=order.prefill_id,
-            decode_worker_id=order.decode_id,
-            decode_node_id=order.decode_node_id,
+            decode_worker_id=order.answerer_id,
+            decode_node_id=order.decode_node_id or order.prefill_node_id,
             prompt_tokens=event.prompt_tokens,
             local_blocks=prefill.local_blocks,
             fetches=prefill.fetches,
@@ -161,7 +163,8 @@ def _give(
         )
     )
     give_stages(order, event.prompt_tokens, out)
-    out.append(start_decode(state, request, order))
+    if order.decode_id:
+        out.append(start_decode(state, request, order))
 
 
 def start_decode(state: State, request: Request, order: Order) -> StartDecode:
@@ -251,7 +254,8 @@ def _reserve(state: State, order: Order, fetched_ns: int, passed: list[str]) -> 
         half.end_ns += order.prefill.reserved_ns
     duty.pending_blocks += order.prefill.pending_blocks
     duty.prompt_blocks += order.prefill.prompt_blocks
-    book_decode(state, state.workers[order.decode_id], order)
+    if order.decode_id:
+        book_decode(state, state.workers[order.decode_id], order)
     book_loans(state, order)
     book_stages(state, order)
     if order.prefill.fetch_node_id:

@@ -34,7 +34,7 @@ def choose(costed: Costed) -> Choice:
     if isinstance(verdict, Refusal):
         return Choice(verdict, wait_ns=_waits_ns(costed, verdict))
     loads = costed.state.loads
-    pairs = loads.prefill.workers and loads.decode.workers
+    pairs = loads.prefill.workers and (costed.one_token or loads.decode.workers)
     return Choice(verdict, mixed if not verdict.mixed else pair if pairs else None)
 
 

@@ -105,7 +105,9 @@ def explain(
         left_out={
             worker.worker_id: why_not(state, worker, request)
             for worker in state.workers.values()
-            if worker.worker_id not in found and not _holds_only(state, worker)
+            if worker.worker_id not in found
+            and not _holds_only(state, worker)
+            and not (costed.one_token and worker.prompts is None)
         },
         attention={
             worker.worker_id: (worker.kv_blocks - worker.reserved_blocks, worker.kv_blocks)

@@ -49,10 +49,14 @@ def _check_orders(state: State) -> None:
         request = state.requests.get(order.request_id)
         assert request is not None, ("I1 order of no request", order)
         assert request.order_id == order_id, ("I2 a second order", order, request)
-        decode = state.workers.get(order.decode_id)
-        assert decode is not None, ("I3 decode half nowhere", order)
-        assert order_id in decode.orders, ("I3 decode half nowhere", order)
         prefills = order.phase == "prefill"
+        if order.decode_id:
+            decode = state.workers.get(order.decode_id)
+            assert decode is not None, ("I3 decode half nowhere", order)
+            assert order_id in decode.orders, ("I3 decode half nowhere", order)
+        else:
+            assert prefills, ("I124 computed, and nobody to answer it", order)
+            assert request.event.max_tokens == 1, ("I124 tokens that nobody decodes", order)
         prefill = state.workers.get(order.prefill_id)
         held = prefill is not None and order_id in prefill.prefills
         assert held == prefills, ("I4 prefill half", order.phase, order)

@@ -105,6 +105,7 @@ def _duties(event: WorkerJoined) -> tuple[PromptDuty | None, BatchDuty | None, H
             tokens_max=event.prompt_tokens_max,
             stage_addresses=event.stage_addresses,
             activation_bytes=event.activation_bytes,
+            answers=event.answers,
         )
     if "batch" in duties:
         batch = BatchDuty(

@@ -88,6 +88,8 @@ def _open_order(state: State, event: OrderEvent) -> Order | None:
     match event:
         case StageFinished():
             is_its = event.worker_id in order.prefill.staged
+        case PrefillFinished() if not order.decode_id:
+            is_its = False  # the end of its request is what counts, and comes first
         case PrefillFinished() | PrefillFailed():
             is_its = event.worker_id == order.prefill_id and order.phase == "prefill"
         case (
@@ -98,7 +100,7 @@ def _open_order(state: State, event: OrderEvent) -> Order | None:
             | KvMoveRefused()
             | RequestFinished()
         ):
-            is_its = event.worker_id == order.decode_id
+            is_its = event.worker_id == order.answerer_id
         case _:
             assert_never(event)
     return order if is_its else None

@@ -8,7 +8,13 @@ from halfmoon.conductor.core.admission import Placement, Refusal
 from halfmoon.conductor.core.explanation import Explanation, RoleGrounds
 from halfmoon.conductor.core.placement.measures import Candidate, MixedCandidate
 from halfmoon.conductor.replay.histories import MoveHistory, PlacementAttempt, RequestHistory
-from halfmoon.conductor.replay.reasons import decode_reasons, mixed_reasons, prefill_reasons, way_reason
+from halfmoon.conductor.replay.reasons import (
+    decode_reasons,
+    mixed_reasons,
+    prefill_reasons,
+    way_reason,
+    workers_text,
+)
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.schemas.decisions import Fetch
 from halfmoon.schemas.lending import KvPart
@@ -52,7 +58,8 @@ def _decided(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
     prefill_id, decode_id = chosen(why.verdict)
     lines = [heading(why), verdict_text(why)]
     lines += ["", *table(prefill_rows(why, prefill_id, attempt))]
-    lines += ["", *table(decode_rows(why, decode_id, attempt))]
+    if why.decode:
+        lines += ["", *table(decode_rows(why, decode_id, attempt))]
     told = [f"  {remark}" for remark in remarks(why, attempt)]
     return [*lines, "", *told] if told else lines
 
@@ -73,6 +80,8 @@ def verdict_text(why: Explanation) -> str:
             prefill_id, decode_id = chosen(why.verdict)
             if why.verdict.mixed:
                 return f"placed on {prefill_id}, which prefills and decodes"
+            if not decode_id:
+                return f"placed on {prefill_id}, whose first token is the whole answer"
             return f"placed on {prefill_id} and {decode_id}"
         case Refusal(reason=reason, message=message, retry_after_ns=later_ns):
             later = f"; come back in {duration(later_ns)}" if later_ns else ""
@@ -119,8 +128,7 @@ def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
     for name, pair in why.rivals.items():
         pairs.setdefault(pair, []).append(name)
     found += [
-        f"{prefill_id}{f' and {decode_id}' if decode_id != prefill_id else ''}: taken under policy {', '.join(names)}"
-        for (prefill_id, decode_id), names in pairs.items()
+        f"{workers_text(*pair)}: taken under policy {', '.join(names)}" for pair, names in pairs.items()
     ]
     if attempt is not None and attempt.finished is not None and is_mixed(why.verdict):
         done = attempt.finished

@@ -160,8 +160,8 @@ class RequestHistories:
                     request_id=request_id,
                     frontend_id=request.event.frontend_id,
                     worker_id=order.prefill_id,
-                    decode_worker_id=order.decode_id,
-                    decode_node_id=order.decode_node_id,
+                    decode_worker_id=order.answerer_id,
+                    decode_node_id=order.decode_node_id or order.prefill_node_id,
                     prompt_tokens=request.event.prompt_tokens,
                     predicted=order.predicted,
                 )
@@ -215,7 +215,11 @@ class RequestHistories:
 
     def _answered(self, event: PrefillFinished | DecodeStarted | RequestFinished, at_ns: int) -> None:
         history, attempt = self._orders.get(event.order_id, (None, None))
-        if history is None or attempt is None or attempt.end_ns:
+        if history is None or attempt is None:
+            return
+        # The prefill of an answer of one token is reported behind the answer's end.
+        late = isinstance(event, PrefillFinished) and attempt.finished is not None
+        if attempt.end_ns and not late:
             return
         worker_id = (
             attempt.order.worker_id if isinstance(event, PrefillFinished) else attempt.order.decode_worker_id

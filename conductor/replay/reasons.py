@@ -139,6 +139,11 @@ def _amount(measure: CandidateMeasure[C], value: int) -> str:
             assert_never(measure.unit)
 
 
+def workers_text(prefill_id: str, decode_id: str) -> str:
+    """A pair, or the one that does all."""
+    return prefill_id if decode_id in ("", prefill_id) else f"{prefill_id} and {decode_id}"
+
+
 def way_reason(why: Explanation) -> str:
     """Why one mixed worker was taken and not a pair, or the reverse; "": there was one way only."""
     verdict, other = why.verdict, why.other_way
@@ -146,9 +151,7 @@ def way_reason(why: Explanation) -> str:
         return ""
     if isinstance(other, Refusal):
         return f"{'a pair' if verdict.mixed else 'a mixed worker'} was refused: {other.message}"
-    names = (
-        other.prefill.worker_id if other.mixed else f"{other.prefill.worker_id} and {other.decode.worker_id}"
-    )
+    names = workers_text(other.prefill.worker_id, other.decode.worker_id)
     own, others = way_rank(verdict), way_rank(other)
     preferred = ", but mixed workers are preferred" if verdict.mixed and others < own else ""
     first, between, orders = (there - here for here, there in zip(own, others, strict=True))

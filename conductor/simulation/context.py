@@ -12,7 +12,7 @@ from halfmoon.conductor.simulation.network import Network
 from halfmoon.conductor.simulation.nodes import Node
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.schemas.decisions import StartDecode, StartMixed
+from halfmoon.schemas.decisions import StartDecode, StartMixed, StartPrefill
 from halfmoon.schemas.events import Event, RequestFinished
 
 
@@ -57,7 +57,12 @@ class SimulationContext:
         self.failed_fetches = self.fetched_bytes = self.pushed_bytes = 0
 
     def finish(
-        self, order: StartDecode | StartMixed, *, completion_tokens: int, tbt_ns: int, decode_ns: int
+        self,
+        order: StartDecode | StartMixed | StartPrefill,
+        *,
+        completion_tokens: int,
+        tbt_ns: int,
+        decode_ns: int,
     ) -> None:
         """The answer to `order` is whole."""
         outcome = self.outcomes[order.request_id]

@@ -56,7 +56,8 @@ class SimulatedJob:
 
 
 class SimulatedPrefill:
-    """Answers every StartPrefill by one PrefillFinished, unless it is cancelled.
+    """Answers every StartPrefill by one PrefillFinished, unless it is cancelled. RequestFinished comes before it where
+    the first token is the whole answer.
 
     `decode_workers`, by id, get first tokens and KV; `others` compute layers of prompts that have stages.
     """
@@ -211,7 +212,8 @@ class SimulatedPrefill:
         # Cached blocks are loaded from the pool, layer by layer, while layers are computed.
         load_ns = used * context.profile.token_bytes * SECOND_NS // context.profile.load_bytes_s
         job.compute_ns = max(job.compute_ns, load_ns)
-        self._open_push(job)
+        if not order.answers:
+            self._open_push(job)
         context.clock.at(now_ns + job.compute_ns, self._time_over, job)
 
     def _compute_together(self, job: SimulatedJob, used: int, times: float) -> int:
@@ -251,7 +253,11 @@ class SimulatedPrefill:
         outcome.compute_ns += job.compute_ns
         outcome.local_tokens = job.blocks.local * context.block_tokens
         outcome.fetched_tokens = job.blocks.fetched * context.block_tokens
-        self._decode_workers[order.decode_worker_id].first_token(order.order_id)
+        if order.answers:
+            outcome.first_token_ns = context.clock.now_ns
+            context.finish(order, completion_tokens=1, tbt_ns=0, decode_ns=0)
+        else:
+            self._decode_workers[order.decode_worker_id].first_token(order.order_id)
         self._close_push(job)
         self._next()
 
@@ -289,8 +295,9 @@ class SimulatedPrefill:
         context, order = self.context, job.order
         if self.jobs.pop(order.order_id, None) is None:
             return
-        context.nodes[order.decode_node_id].commit(job.blocks.keys, job.target_held)
-        job.target_held = []
+        if not order.answers:
+            context.nodes[order.decode_node_id].commit(job.blocks.keys, job.target_held)
+            job.target_held = []
         context.pushed_bytes += job.push_missing
         blocks = job.blocks
         context.fetched_bytes += blocks.fetched_bytes
@@ -308,7 +315,8 @@ class SimulatedPrefill:
                 **blocks.as_reported(),
             )
         )
-        self._decode_workers[order.decode_worker_id].kv_there(order.order_id)
+        if not order.answers:
+            self._decode_workers[order.decode_worker_id].kv_there(order.order_id)
 
 
 def _reuse(order: StartPrefill, cached: int) -> SimilarReuse | None:

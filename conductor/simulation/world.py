@@ -253,6 +253,7 @@ class World:
                 may_become=list(ELASTIC_ROLES) if self.elastic and role in ELASTIC_ROLES else [],
                 stage_addresses=[worker_id] if self.together and duties == {"prompts"} else [],
                 activation_bytes=self.profile.activation_bytes if self.together else 0,
+                answers=duties == {"prompts"},
             )
         )
 

@@ -11,7 +11,6 @@ from typing import Any
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartMixed
 from halfmoon.schemas.events import PrefillFinished, RequestFinished, WorkerHeartbeat
 from halfmoon.schemas.sampling import SampledToken
-from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.store.pool.slots import Owner
 from halfmoon.workers import machines
 from halfmoon.workers.decode import actions as decode_actions
@@ -24,6 +23,7 @@ from halfmoon.workers.prefill.actions import EndOrder
 from tests.chaos.prefill_workers import PrefillWorker
 from tests.chaos.stores import Memory
 from tests.chaos.texts import BLOCK_TOKENS, END, LAYERS, Text
+from tests.chaos.workers import Worker
 from tests.conductor.conductor_scripts import MS
 
 
@@ -85,11 +85,8 @@ class MixedWorker(PrefillWorker):
             case _:
                 raise AssertionError(decision)
 
-    def resend(self, request: ResendRequest) -> ResendReply:
-        asked = decode_events.ResendRequested(at_ns=self.net.now_ns, request=request)
-        (answer,) = self.state.on(asked)
-        assert isinstance(answer, decode_actions.AnswerResend), answer
-        return answer.reply
+    def role_in(self, order_id: str) -> str:
+        return self.role
 
     def report(self, event: Any) -> None:
         """That its prompt is computed does not answer an order."""
@@ -103,7 +100,7 @@ class MixedWorker(PrefillWorker):
             )
             self.say(event)
         else:
-            super().report(event)
+            Worker.report(self, event)
 
     def do(self, action: Any) -> None:
         act = decode_actions
@@ -111,8 +108,7 @@ class MixedWorker(PrefillWorker):
             case RunIteration():
                 self.begin(action)
             case act.Deliver():
-                frontend, message = self.world.frontend(action.frontend_id), action.message
-                self.net.send(frontend, lambda: frontend.hear_tokens(message), repeats=True)
+                self.deliver(action)
             case act.Wake():
                 self.soon(self.net.draw.randrange(2 * MS), decode_events.EngineIdled)
             case act.Measure() | act.EndSpan():

@@ -13,14 +13,16 @@ from halfmoon.schemas.decisions import (
     StartPrefill,
     StartStage,
 )
-from halfmoon.schemas.events import WorkerHeartbeat
+from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.store import order_of_hold, reference_hold
-from halfmoon.schemas.tokens import TakeReply
+from halfmoon.schemas.tokens import ResendReply, ResendRequest, TakeReply
 from halfmoon.store.errors import StoreError, StoreFull
 from halfmoon.store.pool.slots import Owner
 from halfmoon.workers import machines
+from halfmoon.workers.decode.actions import AnswerResend, Deliver
+from halfmoon.workers.decode.events import ResendRequested
 from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.prefill import actions as prefill_actions
 from halfmoon.workers.prefill import events as prefill_events
@@ -29,7 +31,7 @@ from halfmoon.workers.prefill.state import PrefillState
 from tests.chaos.similar import StandIn, fetch_reference, reserve_reference
 from tests.chaos.stages import StageCaller, StageChannel, StageRun
 from tests.chaos.stores import Fetching, Memory
-from tests.chaos.texts import BLOCK_TOKENS, LAYERS, Text
+from tests.chaos.texts import BLOCK_TOKENS, END, LAYERS, Text
 from tests.chaos.workers import CONTEXT_TOKENS, Worker
 from tests.conductor.conductor_scripts import MS, S
 
@@ -45,7 +47,7 @@ class PrefillWorker(Worker):
     def make_machine(self) -> None:
         world = self.world
         self.state = PrefillState(
-            self.facts(),
+            self.facts(frozenset([END])),
             prepared_max=world.prepared_max,
             chunk_tokens=world.chunk_tokens,
             stream_layers=world.stream_layers,
@@ -169,6 +171,8 @@ class PrefillWorker(Worker):
             case act.SendResult():
                 decode, result = self.world.decode_worker(action.decode_worker_id), action.result
                 self.net.send(decode, lambda: decode.hear_kv(self.process_id, result), repeats=True)
+            case Deliver():
+                self.deliver(action)
             case act.EndPush():
                 self.close_push(action.order_id)
             case act.Report():
@@ -181,10 +185,31 @@ class PrefillWorker(Worker):
                     self.release(reference_hold(action.order_id))
             case act.Announce():
                 self.announce()
-            case act.BeginSpan():
-                raise AssertionError("nothing is traced here")
+            case act.BeginSpan() | AnswerResend():
+                raise AssertionError("nothing is traced here, and nobody asked")
             case _:
                 assert_never(action)
+
+    def role_in(self, order_id: str) -> str:
+        return "mixed" if self.state.jobs[order_id].order.answers else self.role  # type: ignore[union-attr]
+
+    def report(self, event: Any) -> None:
+        """Where the worker answers a request, the report of its prefill comes behind."""
+        if isinstance(event, PrefillFinished) and event.order_id in self.state.answers:
+            assert event.order_id in self.answered, ("I124 not answered", self.process_id, event)
+            self.net.counts["answers of one token"] += 1
+            self.say(event)
+        else:
+            super().report(event)
+
+    def deliver(self, action: Deliver) -> None:
+        frontend, message = self.world.frontend(action.frontend_id), action.message
+        self.net.send(frontend, lambda: frontend.hear_tokens(message), repeats=True)
+
+    def resend(self, request: ResendRequest) -> ResendReply:
+        (answer,) = self.state.on(ResendRequested(at_ns=self.net.now_ns, request=request))
+        assert isinstance(answer, AnswerResend), answer
+        return answer.reply
 
     def taken(self, order_id: str, reply: TakeReply | None) -> None:
         self.hear(machines.TokensTaken, order_id=order_id, reply=reply)

@@ -39,8 +39,10 @@ from halfmoon.workers.decode.lenders import Lenders
 from halfmoon.workers.decode.moves import Moves
 from halfmoon.workers.decode.orders import Orders
 from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.machines import Report
 from halfmoon.workers.prefill.actions import EndOrder
 from halfmoon.workers.prefill.cache_window import CacheWindow
+from halfmoon.workers.prefill.events import FirstTokenDrawn
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.stages import PrefillStage
 from halfmoon.workers.prefill.state import PrefillState
@@ -334,7 +336,15 @@ def a_cancelled_prefill_goes_on(self: Job, out: list[Any]) -> None:
 def the_result_goes_before_the_token_is_drawn(self: Job, event: Any, out: list[Any]) -> None:
     whole_computed(self, event, out)
     if self.stage is PrefillStage.DRAWING:
-        self._first_token_drawn(SampledToken(token_id=0), out)
+        drawn = FirstTokenDrawn(at_ns=event.at_ns, order_id=self.order_id, first=SampledToken(token_id=0))
+        self._first_token_drawn(drawn, out)
+
+
+def an_answer_is_reported_behind_its_prefill(self: Job, event: Any, out: list[Any]) -> None:
+    own: list[Any] = []
+    whole_drawn(self, event, own)
+    reports = [action for action in own if isinstance(action, Report)]
+    out += [action for action in own if action not in reports] + reports[::-1]
 
 
 def the_last_layer_is_not_pushed(self: Job, event: Any, out: list[Any]) -> None:
@@ -416,7 +426,11 @@ def overwritten_blocks_count_as_cached(
 whole_ask, whole_pushed = Lenders._ask, Moves.pushed
 whole_go_on = DecodeSequence.go_on
 whole_take, whole_delivery = DecodeSequence.take, DecodeSequence.delivery
-whole_computed, whole_stored = Job._prompt_computed, Job._layer_stored
+whole_computed, whole_stored, whole_drawn = (
+    Job._prompt_computed,
+    Job._layer_stored,
+    Job._first_token_drawn,
+)
 whole_compute, whole_end = Job._compute, Job._end
 PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
     (KvArrival, "_is_fresh", kv_told_again_counts_twice, (), "I63 "),
@@ -478,6 +492,7 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
         (),
         "I97 |I103 ",
     ),
+    (Job, "_first_token_drawn", an_answer_is_reported_behind_its_prefill, (), "I124 not answered"),
     (Job, "_push_closed", twice(Job._push_closed), (), "I89 "),
     (Job, "_layer_stored", the_last_layer_is_not_pushed, (), "I99 committed"),
     (Job, "_compute", layers_are_loaded_before_they_are_fetched, (), "I96 loaded"),

@@ -165,6 +165,7 @@ class Worker(Process):
                 token_budget=self.token_budget(),
                 stage_addresses=self.stage_addresses(),
                 activation_bytes=2 * len(self.stage_addresses()),
+                answers=self.role == "prefill",
             )
         )
 
@@ -221,6 +222,10 @@ class Worker(Process):
 
     # --- the frontend ---------------------------------------------------------------------------------------
 
+    def role_in(self, order_id: str) -> str:
+        """Its part in an order: its own, or a mixed worker's."""
+        return self.role
+
     def take(self, action: Any, taken: Callable[[TakeReply | None], None], tries: int = TAKE_TRIES) -> None:
         """The tokens of an order; None when the frontend does not answer."""
         frontend = self.world.frontend(action.frontend_id)
@@ -229,7 +234,7 @@ class Worker(Process):
                 request_id=action.request_id,
                 order_id=action.order_id,
                 worker_id=self.process_id,
-                role=self.role,  # type: ignore[arg-type]
+                role=self.role_in(action.order_id),  # type: ignore[arg-type]
             )
             reply = frontend.take(ask)
             self.later(self.net.lag_ns(), lambda: taken(reply))

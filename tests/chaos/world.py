@@ -87,6 +87,7 @@ class World:
         self.idle_served = random.Random(f"idle {seed}").random() < 0.5
         self.correction_window = random.Random(f"correction {seed}").choice([0, 0, 3, 15])
         self.coming_blocks = random.Random(f"coming {seed}").random() < 0.5
+        self.one_token_prefills = random.Random(f"one token {seed}").random() < 0.7
         self.passing_durations = random.Random(f"passing {seed}").choice([0, 1, 8])
         self.copies_price = random.Random(f"copies {seed}").choice(get_args(CopiesPrice))
         if not lossy:
@@ -298,6 +299,7 @@ class World:
             copies_price=self.copies_price,
             coming_blocks=self.coming_blocks,
             passing_durations=self.passing_durations,
+            one_token_prefills=self.one_token_prefills,
         )
         if self.crowds:
             added |= {"name": "halfmoon", "admission": "none", "passing_durations": 8}
@@ -327,10 +329,11 @@ class World:
         assert isinstance(found, DecodeWorker), worker_id
         return found
 
-    def decoder(self, worker_id: str) -> DecodeWorker | MixedWorker:
-        """Who delivers tokens."""
-        found = self.net.processes[worker_id]
-        return found if isinstance(found, MixedWorker) else self.decode_worker(worker_id)
+    def decoder(self, worker_id: str) -> PrefillWorker | DecodeWorker:
+        """Who delivers tokens, in the life that it has now."""
+        found = self.worker(worker_id)
+        assert isinstance(found, PrefillWorker | DecodeWorker), worker_id
+        return found
 
     def attention_worker(self, worker_id: str) -> AttentionWorker:
         found = self.net.processes[worker_id]

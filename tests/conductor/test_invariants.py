@@ -47,6 +47,14 @@ def placed() -> Script:
     return script
 
 
+def answered_alone() -> Script:
+    """A request of one token at p0, which answers it."""
+    joined = FrontendJoined(frontend_id="f1", incarnation="i1")
+    script = Script(prefill(0, answers=True), joined, one_token_prefills=True)
+    script(arrived(max_tokens=1))
+    return script
+
+
 def parked() -> Script:
     """A request that waits for a decode worker."""
     joined = FrontendJoined(frontend_id="f1", incarnation="i1")
@@ -118,6 +126,15 @@ def another_order(state: State) -> None:
 
 def decode_worker_gone(state: State) -> None:
     del state.workers["d0"]
+
+
+def computed_and_not_answered(state: State) -> None:
+    order_of(state).phase = "decode"
+
+
+def more_than_one_token(state: State) -> None:
+    request = state.requests["r1"]
+    request.event = replace(request.event, max_tokens=2)
 
 
 def not_at_its_decode_worker(state: State) -> None:
@@ -346,6 +363,8 @@ PLANTED = [
     Planted("I7", placed, fetch_not_booked),
     Planted("I8", placed, node_without_transfers),
     Planted("I9", placed, transfer_of_no_order),
+    Planted("I124", answered_alone, computed_and_not_answered),
+    Planted("I124", answered_alone, more_than_one_token),
     Planted("I10", placed, another_request_id),
     Planted("I11", placed, ended_and_alive),
     Planted("I12", placed, placed_never),

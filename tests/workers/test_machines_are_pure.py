@@ -19,6 +19,7 @@ MACHINES = {
         "answers",
         "cache_window",
         "events",
+        "first_tokens",
         "job",
         "layer_runs",
         "layer_stages.job",

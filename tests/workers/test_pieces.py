@@ -98,6 +98,27 @@ WHOLE: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 }
 
 
+def changed(change: Callable[[tokenizers.Tokenizer], None]) -> Callable[[], tokenizers.Tokenizer]:
+    """GPT-2's steps, changed by `change`."""
+
+    def made() -> tokenizers.Tokenizer:
+        one = FAMILIES["GPT-2"]()
+        change(one)
+        return one
+
+    return made
+
+
+WHOLE |= {
+    "texts cut at a length": changed(lambda one: one.enable_truncation(4)),
+    "texts filled up to a length": changed(lambda one: one.enable_padding(length=64)),
+    "a mark on pieces within a word": changed(
+        lambda one: setattr(one.model, "continuing_subword_prefix", "##")
+    ),
+    "a mark on a word's last piece": changed(lambda one: setattr(one.model, "end_of_word_suffix", "</w>")),
+}
+
+
 @functools.cache
 def both(family: str) -> tuple[tokenizers.Tokenizer, TextEncoder, TextEncoder]:
     """The library's tokenizer, and encoders of it and of the same one that knows no special tokens."""

@@ -13,7 +13,7 @@ from typing import assert_never
 
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartMixed
-from halfmoon.schemas.tokens import ResendReply, ResendRequest
+from halfmoon.schemas.tokens import ResendRequest
 from halfmoon.store.errors import LeaseLost
 from halfmoon.workers import machines
 from halfmoon.workers.decode import events as decode_events
@@ -72,7 +72,7 @@ class MixedWorker(PromptWorker):
         self._work: RunIteration | None = None
         await self.prepare_prompts()
         asked = subjects.resend(config.worker_id, "*")
-        await self.bus.serve(asked, ResendRequest, self._resend, author="frontend_id")
+        await self.bus.serve(asked, ResendRequest, self.resend, author="frontend_id")
         self.spawn(self._compute_all())
 
     def obey(self, decision: Decision) -> None:
@@ -98,8 +98,7 @@ class MixedWorker(PromptWorker):
                 assert self._work is None, (self._work, action)
                 self._work = action
             case Deliver():
-                subject = subjects.tokens(action.frontend_id, self.config.worker_id)
-                self.bus.publish_soon(subject, action.message)
+                self.deliver(action)
             case Wake():
                 self._awake.set()
             case Report():
@@ -141,12 +140,6 @@ class MixedWorker(PromptWorker):
                 raise AssertionError(("not of a mixed worker's orders", action))
             case _:
                 assert_never(action)
-
-    def _resend(self, request: ResendRequest) -> ResendReply:
-        asked = decode_events.ResendRequested(at_ns=time.monotonic_ns(), request=request)
-        (answer,) = self.state.on(asked)
-        assert isinstance(answer, AnswerResend), answer
-        return answer.reply
 
     # --- the compute thread ---------------------------------------------------------------------------------
 

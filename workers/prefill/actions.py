@@ -14,6 +14,7 @@ from halfmoon.schemas.decisions import LayerStage
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.schemas.similar import kept_tokens
+from halfmoon.workers.decode.actions import AnswerResend, Deliver
 from halfmoon.workers.machines import Announce, Report, TakeTokens
 
 
@@ -272,6 +273,8 @@ Action = (
     | SendResult
     | EndPush
     | Report
+    | Deliver
+    | AnswerResend
     | EndOrder
     | Announce
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from halfmoon.schemas.decisions import StartPrefill, StartStage
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.similar import SimilarReuse
+from halfmoon.workers.decode.events import ResendRequested
 from halfmoon.workers.machines import (
     AnnounceRequested,
     OrderCancelled,
@@ -219,4 +220,12 @@ StepOfOrder = (
     | PushClosed
     | PushFailed
 )
-Event = PrefillOrdered | StageOrdered | OrderCancelled | AnnounceRequested | WorkerStopped | StepOfOrder
+Event = (
+    PrefillOrdered
+    | StageOrdered
+    | OrderCancelled
+    | AnnounceRequested
+    | WorkerStopped
+    | ResendRequested
+    | StepOfOrder
+)

@@ -23,11 +23,11 @@ from typing import assert_never
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.keys import common_blocks, token_array
 from halfmoon.schemas.kv import PrefillResult
-from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.schemas.types import KEY_BYTES
+from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.machines import Report, TakeTokens, TokensTaken, refusal
 from halfmoon.workers.prefill import actions
 from halfmoon.workers.prefill.actions import Actions
@@ -55,16 +55,17 @@ from halfmoon.workers.prefill.events import (
     StageLost,
     StepOfOrder,
 )
+from halfmoon.workers.prefill.first_tokens import answered
 from halfmoon.workers.prefill.layer_runs import LayerRun, LayerRuns
 from halfmoon.workers.prefill.prompt_chunks import prompt_to_compute, shared_keys, streams_layers
 from halfmoon.workers.prefill.reference_job import reference_of
-from halfmoon.workers.prefill.stages import WAITING_STAGES, JobRules, PrefillStage
-
-#: How long a full store, and one that does not answer, is asked again. Without patience a node that restarts would
-#: use up all placements of a request within milliseconds.
-STORE_FULL_NS = 10 * SECOND_NS
-STORE_BACK_NS = 3 * SECOND_NS
-STORE_PAUSE_NS = SECOND_NS // 10
+from halfmoon.workers.prefill.stages import (
+    STORE_PAUSE_NS,
+    WAITING_STAGES,
+    JobRules,
+    PrefillStage,
+    patience_ns,
+)
 
 
 class Job:
@@ -96,10 +97,8 @@ class Job:
         self.fetched_layer = -1
         #: Layers of a wrong fetch may have been pushed, and a decode worker does not copy a layer twice.
         self.pushed_wrong = False
-        self.fetched_bytes = 0
-        self.fetch_ns = 0
-        self.started_ns = 0
-        self.compute_ns = self.stage_wait_ns = 0
+        self.fetched_bytes = self.fetch_ns = 0
+        self.started_ns = self.compute_ns = self.stage_wait_ns = 0
         self.kept = False
         #: Wall clock.
         self.finished_at_ns = 0
@@ -111,6 +110,9 @@ class Job:
         #: A similar prompt, and what it stood in for.
         self.reference = reference_of(order, rules)
         self.similar: SimilarReuse | None = None
+        #: Its KV goes to a decode node's pool. Else the worker may answer the request: the answer, once it is drawn.
+        self.pushes = rules.has_store and not order.answers
+        self.answer: DecodeSequence | None = None
 
     @property
     def blocks(self) -> int:
@@ -141,7 +143,7 @@ class Job:
     def begin_turn(self, at_ns: int, out: Actions) -> None:
         """No other order computes until this one has drawn its first token, or ended."""
         assert self.stage is PrefillStage.PREPARED, self.stage
-        if self.rules.has_store:
+        if self.pushes:
             self.stage, self.asked_ns = PrefillStage.OPENING_PUSH, at_ns
             self._open_push(out)
         else:
@@ -203,7 +205,7 @@ class Job:
             case StageEnded():
                 pass  # of a part of another worker's prompt
             case FirstTokenDrawn():
-                self._first_token_drawn(event.first, out)
+                self._first_token_drawn(event, out)
             case PushClosed():
                 self._push_closed(event.moved_bytes, event.elapsed_ns, out)
             case PushFailed():
@@ -330,10 +332,9 @@ class Job:
         """Ask again while a store is full of leased blocks, or its agent is just coming back."""
         if self.stage is not stage or self.paused:
             return
-        patience_ns = STORE_FULL_NS if event.full else STORE_BACK_NS
         if self.cancelled:
             self.fail("cancelled", out, retryable=False)
-        elif event.at_ns - self.asked_ns > patience_ns:
+        elif event.at_ns - self.asked_ns > patience_ns(full=event.full):
             self.fail(f"{where}: {event.reason}", out, retryable=True)
         else:
             self.paused = True
@@ -395,7 +396,7 @@ class Job:
         self._push(self.runs.add(event.layer, event.first_block, event.blocks), out)
 
     def _push(self, runs: list[LayerRun], out: Actions) -> None:
-        if self.rules.has_store and not self.cancelled:
+        if self.pushes and not self.cancelled:
             for run in runs:
                 out.append(actions.SendLayer(order_id=self.order_id, **run._asdict()))
 
@@ -449,18 +450,22 @@ class Job:
 
     # --- ending ---------------------------------------------------------------------------------------------
 
-    def _first_token_drawn(self, first: SampledToken, out: Actions) -> None:
+    def _first_token_drawn(self, event: FirstTokenDrawn, out: Actions) -> None:
         if self.stage is not PrefillStage.DRAWING:
             return
         if self.cancelled:
             self.fail("cancelled", out, retryable=False)
             return
         self._push(self.runs.rest(), out)
-        self.result = result_of(self, first)
+        self.result = result_of(self, event.first)
+        if self.order.answers:
+            self.answer = answered(self, self.result, event.at_ns, out)
+            self._finish(0, 0, out)
+            return
         # The decode worker need not wait for the end of the push: it hears of every layer.
         out.append(actions.SendResult(decode_worker_id=self.order.decode_worker_id, result=self.result))
         self.stage = PrefillStage.CLOSING
-        if self.rules.has_store:
+        if self.pushes:
             out.append(actions.EndPush(order_id=self.order_id))
         else:
             self._push_closed(0, 0, out)

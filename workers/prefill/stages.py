@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
 
 REASON_CHARACTERS_MAX = 500
+#: Before a store is asked again.
+STORE_PAUSE_NS = SECOND_NS // 10
+
+
+def patience_ns(*, full: bool) -> int:
+    """How long a full store, or else one that does not answer, is asked again. Without patience a node that restarts
+    would use up all placements of a request within milliseconds.
+    """
+    return (10 if full else 3) * SECOND_NS
 
 
 class PrefillStage(Enum):
@@ -55,3 +65,5 @@ class JobRules:
     stream_layers: bool
     #: Of the engine's cache, where a prompt must fit there.
     prompt_blocks_max: int | None
+    #: The model's end tokens.
+    eos_ids: frozenset[int] = frozenset()

@@ -12,7 +12,8 @@ turn to compute. Rules:
   that is being prepared.
 - An order whose prompt begins with blocks that one before it fetches or is to compute asks for its slots once they are
   there.
-- PrefillFinished or PrefillFailed answers an order, exactly once; a cancelled order is not answered.
+- PrefillFinished or PrefillFailed answers an order, exactly once; a cancelled order is not answered. Before
+  PrefillFinished, RequestFinished ends a request whose answer is its first token; that is delivered from here.
 - A part of another worker's prompt (`layer_stages.job`) has its turn in the same queue. All workers hear of orders in
   one order, so the oldest one of all that are open has, or gets, its turn at each of its workers: none waits for ever.
 - EndOrder is the last action of every order (DropStage, of a part). Until then the order is listed in heartbeats.
@@ -25,6 +26,10 @@ Source: Mooncake (FAST'25), section 5.2 (layer-wise prefill) and figure 4; dask.
 from __future__ import annotations
 
 from halfmoon.schemas.events import WorkerHeartbeat
+from halfmoon.schemas.tokens import ResendReply, ResendRequest
+from halfmoon.workers.decode.actions import AnswerResend
+from halfmoon.workers.decode.deliveries import FinishedOrders, resend_reply
+from halfmoon.workers.decode.events import ResendRequested
 from halfmoon.workers.machines import (
     Announce,
     AnnounceRequested,
@@ -68,7 +73,10 @@ class PrefillState:
             chunk_tokens=layout.block_tokens if layout.numerics == "exact" else chunk_tokens,
             stream_layers=stream_layers,
             prompt_blocks_max=None if self.outgrows_cache or not layout.layers else kv_blocks,
+            eos_ids=worker.eos_ids,
         )
+        #: Answers of one token, which may be asked for again.
+        self.answers = FinishedOrders()
         self.jobs: dict[str, Job | StageJob] = {}
         self.queue: list[Job | StageJob] = []
         self.turn: Job | StageJob | None = None
@@ -91,6 +99,8 @@ class PrefillState:
                 out.append(Announce())
             case WorkerStopped():
                 self._stop(out)
+            case ResendRequested():
+                out.append(AnswerResend(self._resend(event.request)))
             case _:
                 if (job := self.jobs.get(event.order_id)) is not None:
                     job.step(event, out)
@@ -191,6 +201,13 @@ class PrefillState:
             self.turn.begin_turn(at_ns, out)
             self._prepare_some(out)
 
+    def _resend(self, request: ResendRequest) -> ResendReply:
+        """The answer once more. Of one that is not drawn yet there is nothing to send."""
+        job = self.jobs.get(request.order_id)
+        if isinstance(job, Job) and job.order.answers and job.order.frontend_id == request.frontend_id:
+            return ResendReply(known=True)
+        return resend_reply(self.answers.get(request.order_id), request, self.worker_id)
+
     def _cancel(self, job: Job | StageJob, out: list[Action]) -> None:
         job.cancel(out)
         self._settle(job)
@@ -210,5 +227,7 @@ class PrefillState:
             self.turn = None
         if job.stage is PrefillStage.ENDED:
             del self.jobs[job.order_id]
+            if isinstance(job, Job) and job.answer is not None:
+                self.answers.keep(job.answer)
             if job in self.queue:
                 self.queue.remove(job)

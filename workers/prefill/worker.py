@@ -18,7 +18,9 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartPrefill, StartStage
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.store import reference_hold
+from halfmoon.schemas.tokens import ResendRequest
 from halfmoon.store.errors import ChannelError, StoreError, StoreFull
+from halfmoon.workers.decode.actions import AnswerResend, Deliver
 from halfmoon.workers.machines import (
     Announce,
     AnnounceRequested,
@@ -83,12 +85,13 @@ class PrefillWorker(PromptWorker):
     """See the module. Each action that takes time is a task, which ends in `hear`."""
 
     role = "prefill"
+    answers = True
     state: PrefillState
 
     async def prepare(self) -> None:
         config = self.config
         self.state = PrefillState(
-            self.facts(),
+            self.facts(self.engine.config.eos_token_ids),
             prepared_max=config.prepared_max,
             chunk_tokens=config.chunk_tokens,
             stream_layers=not config.no_stream_layers,
@@ -104,6 +107,8 @@ class PrefillWorker(PromptWorker):
         self._next: tuple[PromptComputation, int] | None = None
         self._computing = False
         self._computation: PromptComputation | StageComputation | None = None
+        asked = subjects.resend(config.worker_id, "*")
+        await self.bus.serve(asked, ResendRequest, self.resend, author="frontend_id")
         self._stages: StageListener | None = None
         if (channels := self.config.stage_channels) is not None:
             # torch, which the null engine does without
@@ -168,6 +173,8 @@ class PrefillWorker(PromptWorker):
                 self._drawing = action
             case SendResult():
                 self._send_result(action)
+            case Deliver():
+                self.deliver(action)
             case EndPush():
                 self.spawn(self._close_push(action))
             case Report():
@@ -186,6 +193,8 @@ class PrefillWorker(PromptWorker):
                 | EndOrder()
             ):
                 self.prepare_further(action)
+            case AnswerResend():
+                raise AssertionError("a reply to nobody")
             case _:
                 assert_never(action)
 

@@ -53,6 +53,8 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
     match: PrefixMatch
     answers: Answers | None
     answer_tokens: int
+    #: Its first token is its whole answer, and each prefill worker can give it: of pairs nobody decodes.
+    one_token: bool = False
     #: By id: as many candidates as the choice needs, or all; and how many prefill workers there are to choose from.
     prefills: list[Candidate] = []
     all_prefills: bool = False
@@ -77,8 +79,8 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
         return self.prefills
 
     def every_decode(self) -> list[DecodeCandidate]:
-        """Every decode worker that could take it, by id."""
-        if not self.all_decodes:
+        """Every decode worker that could take it, by id; [] where none is needed."""
+        if not self.all_decodes and not self.one_token:
             self.decodes = decode_candidates(
                 self.state, self.request, self.match, self.answer_tokens, avoid=self.avoid
             )
@@ -164,6 +166,7 @@ def cost_request(
         match=match,
         answers=answers,
         answer_tokens=answer_tokens,
+        one_token=request.max_tokens == 1 and state.policy.one_token_prefills and state.loads.prefills_answer,
     )
     if avoid is None:
         _cost_for_choice(costed)
@@ -180,9 +183,10 @@ def _cost_for_choice(costed: Costed) -> None:
     costed.prefills, costed.prefill_workers = prefills_to_choose_from(state, request, match, costed.now_ns)
     # One of several stands for all that were passed over.
     costed.all_prefills = len(costed.prefills) == costed.prefill_workers
-    costed.decodes, costed.all_decodes, costed.tbt_ns_max = decodes_to_choose_from(
-        state, request, match, costed.answer_tokens
-    )
+    if not costed.one_token:
+        costed.decodes, costed.all_decodes, costed.tbt_ns_max = decodes_to_choose_from(
+            state, request, match, costed.answer_tokens
+        )
 
 
 def _cost_mixed(costed: Costed, *, bounded: bool) -> None:

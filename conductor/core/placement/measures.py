@@ -85,6 +85,12 @@ class DecodeCandidate(CandidateWorker, kw_only=True):
         return bool(self.loans or self.cache)
 
 
+#: Where no token is to be decoded.
+NOBODY = DecodeCandidate(
+    worker_id="", node_id="", tbt_ns=0, blocks=0, reserved_blocks=0, room=True, prefix_blocks=0, sequences=0
+)
+
+
 class MixedCandidate(msgspec.Struct, kw_only=True):
     """One mixed worker, costed for the prompt and for the answer."""
 

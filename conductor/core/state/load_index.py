@@ -152,6 +152,7 @@ class LoadIndexes:
         "on_host",
         "pool_blocks",
         "prefill",
+        "prefills_answer",
         "priced",
         "suspected_until_ns",
     )
@@ -186,6 +187,8 @@ class LoadIndexes:
         self.suspected_until_ns = max((store.suspected_until_ns for store in stores), default=0)
         #: How many decode workers lend.
         self.lenders = sum(one.lends and one.layout.segment_tokens > 0 for one in self.decode.workers)
+        #: Each prefill worker answers requests of one token, and there is one.
+        self.prefills_answer = bool(prefill) and all(one.prompts and one.prompts.answers for one in prefill)
         #: Some decode worker's step may wait for attention elsewhere, by its price.
         self.priced = any(one.priced for one in self.decode.workers)
 

@@ -81,6 +81,8 @@ class PromptDuty(msgspec.Struct, kw_only=True):
     #: Where it listens for workers whose prompts it computes some layers of, and bytes of a token between two.
     stage_addresses: list[str] = []
     activation_bytes: int = 0
+    #: It delivers first tokens itself where they are the whole answer.
+    answers: bool = False
     #: Orders whose prompt, or some layers of it, it is to compute yet, in the order of their turns, with the time that
     #: each takes.
     orders: dict[str, int] = {}
@@ -311,12 +313,13 @@ class DecodeHalf(msgspec.Struct, kw_only=True):
 
 
 class Order(msgspec.Struct, kw_only=True):
-    """One placement of a request: a prefill half and a decode half."""
+    """One placement of a request: a prefill half, and a decode half where more than one token is wanted."""
 
     order_id: str
     request_id: str
     prefill_id: str
     prefill_node_id: str
+    #: "": the answer is one token, which the prefill worker delivers.
     decode_id: str
     decode_node_id: str
     #: "prefill" until the prefill worker has answered.
@@ -333,6 +336,11 @@ class Order(msgspec.Struct, kw_only=True):
     def mixed(self) -> bool:
         """One mixed worker has both halves."""
         return self.prefill_id == self.decode_id
+
+    @property
+    def answerer_id(self) -> str:
+        """The worker that ends the request."""
+        return self.decode_id or self.prefill_id
 
 
 class Counters(msgspec.Struct, kw_only=True):
