@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import EngineRefusal
-from halfmoon.schemas.lending import PlaceWait
+from halfmoon.schemas.lending import JoinedHolder, PlaceWait
 from halfmoon.schemas.policy import Layout, Policy
 from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.similar import NamedDocuments, SimilarReuse, Sketch
@@ -23,7 +23,6 @@ from halfmoon.schemas.types import (
     Count,
     ExactNumerics,
     Id,
-    KvHeads,
     Message,
     Ns,
     Part,
@@ -90,7 +89,7 @@ class StateDigested(Message, frozen=True):
 # --- workers ----------------------------------------------------------------------------------------------------
 
 
-class WorkerJoined(Message, frozen=True):
+class WorkerJoined(JoinedHolder, frozen=True, kw_only=True):
     """A worker can take orders. Repeats (after `AnnounceYourself`) replace the record of it."""
 
     worker_id: Id
@@ -107,18 +106,8 @@ class WorkerJoined(Message, frozen=True):
     exact_numerics: ExactNumerics = ""
     #: Prefill: the longest prompt, where one may be longer than the worker's cache; 0, as in older logs: none may.
     prompt_tokens_max: Tokens = 0
-    #: Decode: it holds, and attends to, segments of others' sequences, and has others hold some of its own. Attention:
-    #: it holds part of a sequence, in whole segments, where no such worker has room for all.
-    lends: bool = False
-    #: Decode: the KV of its sequences lies at attention workers, all of it.
-    cache_elsewhere: bool = False
-    #: Attention: its cache has `kv_heads` KV heads of each token, from this one on; 0: all heads.
-    first_kv_head: KvHeads = 0
-    kv_heads: KvHeads = 0
     #: Roles that the process can take on a `ChangeRole`, its own among them; []: it keeps its own.
     may_become: list[WorkerRole] = []
-    #: Decode with `cache_elsewhere`: groups of rows that take turns; 0: the number that is best by its profile.
-    decode_groups: Count = 0
     #: Mixed: tokens of prompts and of answers that one iteration computes at most.
     token_budget: Tokens = 0
     #: Prefill: where it listens for workers that have it compute some layers of their prompts; []: nowhere. And bytes

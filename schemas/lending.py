@@ -35,6 +35,21 @@ class PlaceWait(Part, frozen=True):
     expected_ns: Annotated[int, Meta(ge=1, le=2**62)]
 
 
+class JoinedHolder(Message, frozen=True):
+    """Of a worker that joins: whose KV it holds, and whether its own is elsewhere."""
+
+    #: Decode: it holds, and attends to, segments of others' sequences, and has others hold some of its own. Attention:
+    #: it holds part of a sequence, in whole segments, where no such worker has room for all.
+    lends: bool = False
+    #: Decode: the KV of its sequences lies at attention workers, all of it.
+    cache_elsewhere: bool = False
+    #: Attention: its cache has `kv_heads` KV heads of each token, from this one on; 0: all heads.
+    first_kv_head: KvHeads = 0
+    kv_heads: KvHeads = 0
+    #: Decode with `cache_elsewhere`: groups of rows that take turns; 0: the number that is best by its profile.
+    decode_groups: Count = 0
+
+
 class KvPart(Part, frozen=True):
     """Consecutive segments (`Layout.segment_tokens` tokens each) of a sequence's KV, or some heads of them, at the
     worker that attends to them.

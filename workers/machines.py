@@ -28,7 +28,7 @@ from halfmoon.schemas.events import (
     StageFinished,
 )
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.tokens import TakeReply
+from halfmoon.schemas.tokens import ResendReply, ResendRequest, TakeReply, TokensSampled
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +80,12 @@ class WorkerStopped(WorkerEvent, frozen=True, kw_only=True):
     """The worker leaves: nothing more is begun."""
 
 
+class ResendRequested(WorkerEvent, frozen=True, kw_only=True):
+    """A frontend missed tokens; AnswerResend."""
+
+    request: ResendRequest
+
+
 # --- actions ------------------------------------------------------------------------------------------------
 
 
@@ -105,6 +111,19 @@ class Report(msgspec.Struct, frozen=True):
         | KvMoved
         | KvMoveRefused
     )
+
+
+class Deliver(msgspec.Struct, frozen=True):
+    """Send new tokens to a frontend."""
+
+    frontend_id: str
+    message: TokensSampled
+
+
+class AnswerResend(msgspec.Struct, frozen=True):
+    """Reply to ResendRequested."""
+
+    reply: ResendReply
 
 
 class Announce(msgspec.Struct, frozen=True):

@@ -46,7 +46,7 @@ from halfmoon.conductor.core.objectives import tbt_limit_ns, ttft_limit_ns
 from halfmoon.conductor.core.placement.capacity import nowhere_to_hold, too_long
 from halfmoon.conductor.core.placement.costed import Costed
 from halfmoon.conductor.core.placement.groups import in_group
-from halfmoon.conductor.core.placement.measures import NOBODY, Candidate, DecodeCandidate
+from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.placement.policies import choose_decode, choose_prefill, rules_of
 from halfmoon.conductor.core.placement.prices import Row, step_price
 from halfmoon.conductor.core.placement.similar import with_reference
@@ -109,8 +109,6 @@ def decide(costed: Costed) -> Placement | Refusal:
     assert prefill is not None, costed
     prefill = in_group(state, prefill, costed.request.prompt_tokens, now_ns)
     prefill = with_reference(state, costed.request, prefill, now_ns)
-    if costed.one_token:
-        return _answered(costed, prefill)
     open_decodes = [c for c in costed.decodes if not c.full]
     roomy = [c for c in open_decodes if c.room]
     end_ns = now_ns + prefill.ttft_ns
@@ -142,39 +140,12 @@ def decide(costed: Costed) -> Placement | Refusal:
     )
 
 
-def _answered(costed: Costed, prefill: Candidate) -> Placement | Refusal:
-    """The prefill worker for a request whose first token is its whole answer."""
-    state = costed.state
-    placement = _without_decode(costed, prefill)
-    if state.policy.admission == "none":
-        return placement
-    limits = AdmissionLimits(ttft_limit_ns(state, costed.request, prefill), INT_MAX)
-    placement.limits = limits
-    return (
-        late(placement, limits, costed.waited_ns)
-        or too_large_now(state, placement, limits, costed.prefill_workers)
-        or placement
-    )
-
-
-def _without_decode(costed: Costed, prefill: Candidate) -> Placement:
-    return Placement(
-        prefill=prefill,
-        decode=NOBODY,
-        predicted=prediction(prefill, 0),
-        answer_tokens=costed.answer_tokens,
-        decode_ns=0,
-    )
-
-
 def place_again(costed: Costed) -> Placement | None:
     """The best pair for a request that was accepted before, whatever it takes; None when there is no worker, or no room
     at lenders. It is costed whole.
     """
     state, draw = costed.state, costed.draw
     prefill = choose_prefill(state, costed.prefills, draw)
-    if costed.one_token:
-        return None if prefill is None else _without_decode(costed, prefill)
     roomy = [c for c in costed.decodes if c.room]
     decode = choose_decode(state, roomy or [c for c in costed.decodes if not c.needs_others], draw)
     if prefill is None or decode is None:
@@ -188,7 +159,7 @@ def limits_of(costed: Costed, placement: Placement) -> AdmissionLimits:
     context = request.prompt_tokens + placement.answer_tokens
     return AdmissionLimits(
         ttft_limit_ns(state, request, placement.prefill),
-        tbt_limit_ns(state, request, placement.decode, context),
+        INT_MAX if costed.one_token else tbt_limit_ns(state, request, placement.decode, context),
     )
 
 
@@ -200,8 +171,8 @@ def placement_of(costed: Costed, prefill: Candidate, decode: DecodeCandidate) ->
         answer_tokens=costed.answer_tokens,
         decode_ns=expected_decode_ns(costed.answers, costed.answer_tokens, decode.tbt_ns),
     )
-    state, worker = costed.state, costed.state.workers[decode.worker_id]
-    if corrects_tbt(state, worker):
+    state, worker = costed.state, costed.state.workers.get(decode.worker_id)
+    if worker is not None and corrects_tbt(state, worker):
         # The request joins the batch of that time, not the one of now. Clients see the longest intervals of an answer,
         # so the correction is by these and not by the mean step.
         load = costed.load_at(worker, state.at_ns + prefill.ttft_ns)
@@ -247,7 +218,7 @@ def _cannot(costed: Costed) -> Refusal | None:
             message=message,
             retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
         )
-    if not costed.prefills or not (costed.decodes or costed.one_token):
+    if not costed.prefills or not costed.decodes:
         return Refusal(reason="too_long", message=too_long(state, costed.request))
     if all(c.full for c in costed.prefills):
         return Refusal(
@@ -256,7 +227,7 @@ def _cannot(costed: Costed) -> Refusal | None:
             # One place is free when the first order is done.
             retry_after_ns=max(min(c.queue_ns // c.orders for c in costed.prefills), RETRY_NS_MIN),
         )
-    if costed.decodes and all(c.full for c in costed.decodes):
+    if all(c.full for c in costed.decodes):
         wait = min(wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in costed.decodes)
         return Refusal(
             reason="queue_full", message="the queue of every decode worker is full", retry_after_ns=wait

@@ -99,7 +99,7 @@ def explain(
         prefix_blocks=dict(sorted(costed.match.held.items())),
         answer_tokens=costed.answer_tokens,
         prefill=prefills,
-        decode=decodes,
+        decode=[c for c in decodes if c.worker_id],
         mixed=mixed,
         mixed_by_policy=state.policy.mixed_by_policy,
         left_out={

@@ -293,6 +293,7 @@ CHANNELS: tuple[Channel, ...] = (
 #: Messages with no channel of their own, and why.
 WITHOUT_CHANNEL: dict[type, str] = {
     decisions.Ordered: "the envelope of every decision",
+    lending.JoinedHolder: "the beginning of WorkerJoined",
     decisions.SetTimer: "for the conductors' own shells; never published",
     bodies.DetokenizeBody: "over HTTP only",
     messages.CountTokensBody: "over HTTP only",

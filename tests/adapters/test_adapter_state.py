@@ -26,10 +26,10 @@ from halfmoon.workers.adapters.engine_blocks import salt_of
 from halfmoon.workers.adapters.engines.words import VllmWords
 from halfmoon.workers.adapters.events import AnswerBroke, EngineAsked, TokensHeard
 from halfmoon.workers.adapters.state import AdapterState
-from halfmoon.workers.decode.actions import Deliver
 from halfmoon.workers.machines import (
     Announce,
     AnnounceRequested,
+    Deliver,
     OrderCancelled,
     Report,
     TokensTaken,

@@ -129,8 +129,8 @@ class DecodeWorker(Holder):
         self.later(delay_ns, lambda: self.hear(kind, **fields))
 
     def resend(self, request: ResendRequest) -> ResendReply:
-        (answer,) = self.on(decode_events.ResendRequested, request=request)
-        assert isinstance(answer, decode_actions.AnswerResend), answer
+        (answer,) = self.on(machines.ResendRequested, request=request)
+        assert isinstance(answer, machines.AnswerResend), answer
         return answer.reply
 
     def do(self, action: decode_actions.Action) -> None:

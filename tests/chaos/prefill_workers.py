@@ -21,12 +21,12 @@ from halfmoon.schemas.tokens import ResendReply, ResendRequest, TakeReply
 from halfmoon.store.errors import StoreError, StoreFull
 from halfmoon.store.pool.slots import Owner
 from halfmoon.workers import machines
-from halfmoon.workers.decode.actions import AnswerResend, Deliver
-from halfmoon.workers.decode.events import ResendRequested
+from halfmoon.workers.machines import AnswerResend, Deliver, ResendRequested
 from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.prefill import actions as prefill_actions
 from halfmoon.workers.prefill import events as prefill_events
 from halfmoon.workers.prefill.cache_window import CacheWindow
+from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.state import PrefillState
 from tests.chaos.similar import StandIn, fetch_reference, reserve_reference
 from tests.chaos.stages import StageCaller, StageChannel, StageRun
@@ -191,12 +191,13 @@ class PrefillWorker(Worker):
                 assert_never(action)
 
     def role_in(self, order_id: str) -> str:
-        return "mixed" if self.state.jobs[order_id].order.answers else self.role  # type: ignore[union-attr]
+        job = self.state.jobs.get(order_id)  # it may have ended while the frontend was out of reach
+        return "mixed" if isinstance(job, Job) and job.order.answers else self.role
 
     def report(self, event: Any) -> None:
         """Where the worker answers a request, the report of its prefill comes behind."""
         if isinstance(event, PrefillFinished) and event.order_id in self.state.answers:
-            assert event.order_id in self.answered, ("I124 not answered", self.process_id, event)
+            assert event.order_id in self.answered, ("I125 not answered", self.process_id, event)
             self.net.counts["answers of one token"] += 1
             self.say(event)
         else:

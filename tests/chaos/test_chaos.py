@@ -492,7 +492,7 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
         (),
         "I97 |I103 ",
     ),
-    (Job, "_first_token_drawn", an_answer_is_reported_behind_its_prefill, (), "I124 not answered"),
+    (Job, "_first_token_drawn", an_answer_is_reported_behind_its_prefill, (), "I125 not answered"),
     (Job, "_push_closed", twice(Job._push_closed), (), "I89 "),
     (Job, "_layer_stored", the_last_layer_is_not_pushed, (), "I99 committed"),
     (Job, "_compute", layers_are_loaded_before_they_are_fetched, (), "I96 loaded"),

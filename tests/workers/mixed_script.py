@@ -10,9 +10,8 @@ from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import TakeReply
-from halfmoon.workers.decode.actions import Deliver
 from halfmoon.workers.decode.events import EngineIdled
-from halfmoon.workers.machines import Report, TakeTokens, TokensTaken, WorkerFacts
+from halfmoon.workers.machines import Deliver, Report, TakeTokens, TokensTaken, WorkerFacts
 from halfmoon.workers.mixed.actions import Action, RunIteration
 from halfmoon.workers.mixed.events import Event, IterationMade, MixedOrdered
 from halfmoon.workers.mixed.state import MixedState

@@ -16,17 +16,8 @@ from halfmoon.schemas.tokens import ResendRequest
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers import machines
 from halfmoon.workers.decode import events
-from halfmoon.workers.decode.actions import (
-    Action,
-    AnswerResend,
-    AskHold,
-    CopyLayers,
-    Deliver,
-    PushTail,
-    Release,
-    RunStep,
-)
-from halfmoon.workers.machines import Report
+from halfmoon.workers.decode.actions import Action, AskHold, CopyLayers, PushTail, Release, RunStep
+from halfmoon.workers.machines import AnswerResend, Deliver, Report
 
 #: Segments of two blocks of four tokens, two KV heads.
 SPLIT = replace(LAYOUT, segment_tokens=8, kv_heads=2)
@@ -247,7 +238,7 @@ def test_an_answer_whose_end_was_lost_is_ended_again() -> None:
     assert isinstance(finished, RequestFinished)
     assert finished.completion_tokens == 2
     ask = ResendRequest(frontend_id="f1", request_id="r1", order_id="1-2", index=2)
-    (answer,) = machine.on(events.ResendRequested, request=ask)
+    (answer,) = machine.on(machines.ResendRequested, request=ask)
     assert isinstance(answer, AnswerResend)
     assert answer.reply.delivery is not None
     assert answer.reply.delivery.finish_reason == "length"

@@ -31,7 +31,6 @@ from halfmoon.workers.decode import events
 from halfmoon.workers.decode.actions import (
     Action,
     CopyLayers,
-    Deliver,
     Release,
     RunStep,
     ShareOutput,
@@ -41,7 +40,7 @@ from halfmoon.workers.decode.actions import (
 )
 from halfmoon.workers.decode.orders import Orders
 from halfmoon.workers.decode.sequence import DecodeSequence
-from halfmoon.workers.machines import Report, TakeTokens
+from halfmoon.workers.machines import Deliver, Report, TakeTokens
 from tests.lengths import examples
 
 BLOCK, LAYERS = LAYOUT.block_tokens, LAYOUT.layers

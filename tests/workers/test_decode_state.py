@@ -30,9 +30,7 @@ from halfmoon.workers import machines
 from halfmoon.workers.decode import deliveries, events
 from halfmoon.workers.decode.actions import (
     Action,
-    AnswerResend,
     CopyLayers,
-    Deliver,
     EndSpan,
     Measure,
     Release,
@@ -42,10 +40,10 @@ from halfmoon.workers.decode.actions import (
     SwapOut,
     Wake,
 )
-from halfmoon.workers.decode.deliveries import FINISHED_BYTES_MAX, FINISHED_MAX
 from halfmoon.workers.decode.orders import EARLY_ORDERS_MAX, LAST_LAYERS_NS
 from halfmoon.workers.decode.sequence import DecodeSequence
-from halfmoon.workers.machines import Announce, Report, TakeTokens
+from halfmoon.workers.finished_orders import FINISHED_BYTES_MAX, FINISHED_MAX
+from halfmoon.workers.machines import Announce, AnswerResend, Deliver, Report, TakeTokens
 
 
 def names(number: int = 1) -> dict[str, str]:
@@ -772,7 +770,7 @@ def test_in_exact_numerics_generated_blocks_are_not_shared() -> None:
 
 def asked(script: Script, index: int, order_id: str = "1-1", frontend_id: str = "f1") -> ResendReply:
     request = ResendRequest(frontend_id=frontend_id, request_id="r1", order_id=order_id, index=index)
-    (answer,) = script.on(events.ResendRequested, request=request)
+    (answer,) = script.on(machines.ResendRequested, request=request)
     assert isinstance(answer, AnswerResend)
     return answer.reply
 

@@ -10,9 +10,14 @@ from prefill_script import FIRST, TOKENS, Script, order, prompt, reply
 from halfmoon.schemas.events import PrefillFailed, PrefillFinished, RequestFinished
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.tokens import Delivery, ResendRequest
-from halfmoon.workers.decode.actions import AnswerResend, Deliver
-from halfmoon.workers.decode.events import ResendRequested
-from halfmoon.workers.machines import OrderCancelled, Report, TokensTaken
+from halfmoon.workers.machines import (
+    AnswerResend,
+    Deliver,
+    OrderCancelled,
+    Report,
+    ResendRequested,
+    TokensTaken,
+)
 from halfmoon.workers.prefill.actions import (
     DrawFirstToken,
     EndOrder,

@@ -73,6 +73,7 @@ PURE = (
 #: Held to the same rules.
 SHARED = (
     "batch_former",
+    "finished_orders",
     "machines",
     "model.block_allocator",
     "model.prompt_rows",

@@ -14,13 +14,13 @@ from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.schemas.tokens import ResendRequest, TakeReply
-from halfmoon.workers.decode.actions import AnswerResend
-from halfmoon.workers.decode.events import ResendRequested
 from halfmoon.workers.machines import (
     Announce,
     AnnounceRequested,
+    AnswerResend,
     OrderCancelled,
     Report,
+    ResendRequested,
     TokensTaken,
     WorkerStopped,
 )

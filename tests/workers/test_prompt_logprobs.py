@@ -19,8 +19,7 @@ from halfmoon.schemas.sampling import (
     scored_tokens_max,
     unpack_logprobs,
 )
-from halfmoon.workers.decode.actions import Deliver
-from halfmoon.workers.machines import TokensTaken
+from halfmoon.workers.machines import Deliver, TokensTaken
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.null_engine import NullEngine

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from halfmoon.schemas.kv import KvPromised, PrefillResult
-from halfmoon.workers.decode.actions import AnswerResend, Deliver, EndSpan
-from halfmoon.workers.machines import Announce, Report, TakeTokens
+from halfmoon.workers.decode.actions import EndSpan
+from halfmoon.workers.machines import Announce, AnswerResend, Deliver, Report, TakeTokens
 
 
 class AskEngine(msgspec.Struct, frozen=True):

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from halfmoon.schemas.decisions import EngineRefusal, StartPrefill
 from halfmoon.schemas.sampling import SampledToken
-from halfmoon.workers.decode.events import DecodeOrdered, KvHeard, ResendRequested
+from halfmoon.workers.decode.events import DecodeOrdered, KvHeard
 from halfmoon.workers.machines import (
     AnnounceRequested,
     OrderCancelled,
     OrderEvent,
+    ResendRequested,
     TokensTaken,
     WorkerEvent,
     WorkerStopped,

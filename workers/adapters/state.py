@@ -47,16 +47,19 @@ from halfmoon.workers.adapters.events import (
     PromptOrdered,
     TokensHeard,
 )
-from halfmoon.workers.decode.actions import AnswerResend, EndSpan
-from halfmoon.workers.decode.deliveries import FinishedOrders, deliveries_of, resend_reply
-from halfmoon.workers.decode.events import DecodeOrdered, KvHeard, ResendRequested
+from halfmoon.workers.decode.actions import EndSpan
+from halfmoon.workers.decode.deliveries import deliveries_of, resend_reply
+from halfmoon.workers.decode.events import DecodeOrdered, KvHeard
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.decode.step_times import StepTimes
+from halfmoon.workers.finished_orders import FinishedOrders
 from halfmoon.workers.machines import (
     Announce,
     AnnounceRequested,
+    AnswerResend,
     OrderCancelled,
     Report,
+    ResendRequested,
     TakeTokens,
     TokensTaken,
     WorkerFacts,
@@ -107,7 +110,7 @@ class AdapterState:
         self.worker_id, self.incarnation = worker.worker_id, worker.incarnation
         self.layout, self.kv_blocks = worker.layout, worker.kv_blocks
         self.requests: dict[str, AdaptedRequest] = {}
-        self.finished = FinishedOrders()
+        self.finished = FinishedOrders[DecodeSequence]()
         self.profile = profile
         self.times = StepTimes(profile)
         self.cache_percent = 0.0

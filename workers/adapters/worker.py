@@ -40,10 +40,10 @@ from halfmoon.workers.adapters.events import PromptOrdered
 from halfmoon.workers.adapters.prefill_half import PrefillAdapterState
 from halfmoon.workers.adapters.relayed import RelayedAnswers
 from halfmoon.workers.adapters.state import AdapterState
-from halfmoon.workers.decode.actions import AnswerResend, Deliver, EndSpan
-from halfmoon.workers.decode.events import DecodeOrdered, KvHeard, ResendRequested
+from halfmoon.workers.decode.actions import EndSpan
+from halfmoon.workers.decode.events import DecodeOrdered, KvHeard
 from halfmoon.workers.decode.spans import end_decode
-from halfmoon.workers.machines import Announce, Report, TakeTokens
+from halfmoon.workers.machines import Announce, AnswerResend, Deliver, Report, ResendRequested, TakeTokens
 from halfmoon.workers.mixed.events import MixedOrdered
 from halfmoon.workers.worker import Worker, WorkerConfig
 

@@ -13,25 +13,11 @@ from typing import Literal
 import msgspec
 
 from halfmoon.schemas.lending import HoldRequest, KvPart
-from halfmoon.schemas.tokens import ResendReply, TokensSampled
 from halfmoon.workers.attention.actions import HoldAction
 from halfmoon.workers.decode.sequence import DecodeSequence
-from halfmoon.workers.machines import Announce, Report, TakeTokens
+from halfmoon.workers.machines import Announce, AnswerResend, Deliver, Report, TakeTokens
 
 # --- to other processes -------------------------------------------------------------------------------------
-
-
-class Deliver(msgspec.Struct, frozen=True):
-    """Send new tokens to a frontend."""
-
-    frontend_id: str
-    message: TokensSampled
-
-
-class AnswerResend(msgspec.Struct, frozen=True):
-    """Reply to ResendRequested."""
-
-    reply: ResendReply
 
 
 class Release(msgspec.Struct, frozen=True):

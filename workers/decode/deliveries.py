@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from halfmoon.schemas.tokens import Delivery, ResendReply, ResendRequest, TokensSampled
-from halfmoon.workers.decode.actions import Deliver
 from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.machines import Deliver
 
 #: Most bytes of tokens in one message; a frontend's message of them to its client is up to four times as long, and must
 #: fit too.
 MESSAGE_BYTES_MAX = 128 << 10
-#: Most finished orders whose tokens can still be sent again, and most bytes of them in memory, which long prompts and
-#: the log probabilities of their tokens reach first.
-FINISHED_MAX, FINISHED_BYTES_MAX = 512, 64 << 20
 #: JSON around a delivery, of one token, and of one of its log probabilities: at most.
 _DELIVERY_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 1024, 128, 40
 
@@ -50,20 +46,6 @@ def _parts(deliveries: list[tuple[Delivery, int]]) -> Iterator[list[Delivery]]:
         part.append(delivery)
         room -= size
     yield part
-
-
-class FinishedOrders(OrderedDict[str, DecodeSequence]):
-    """Those whose tokens can be sent again, by order, the oldest first."""
-
-    kept_bytes = 0
-
-    def keep(self, sequence: DecodeSequence) -> None:
-        """It has its last token. The oldest make room; the newest is kept, whatever it takes."""
-        self[sequence.order_id] = sequence
-        self.kept_bytes += sequence.host_bytes
-        while len(self) > 1 and (len(self) > FINISHED_MAX or self.kept_bytes > FINISHED_BYTES_MAX):
-            _, oldest = self.popitem(last=False)
-            self.kept_bytes -= oldest.host_bytes
 
 
 def resend_reply(sequence: DecodeSequence | None, request: ResendRequest, worker_id: str) -> ResendReply:

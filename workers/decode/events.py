@@ -21,11 +21,11 @@ import msgspec
 from halfmoon.schemas.decisions import MoveKv, StartDecode
 from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.sampling import SampledToken
-from halfmoon.schemas.tokens import ResendRequest
 from halfmoon.workers.attention.events import HoldAsked, HoldLoaded
 from halfmoon.workers.machines import (
     AnnounceRequested,
     OrderCancelled,
+    ResendRequested,
     TokensTaken,
     WorkerEvent,
     WorkerStopped,
@@ -50,15 +50,6 @@ class MoveEnded(WorkerEvent, frozen=True, kw_only=True):
     """A move to this worker came to nothing."""
 
     plan_id: str
-
-
-# --- from frontends -----------------------------------------------------------------------------------------
-
-
-class ResendRequested(WorkerEvent, frozen=True, kw_only=True):
-    """A frontend missed tokens."""
-
-    request: ResendRequest
 
 
 # --- from decode workers ------------------------------------------------------------------------------------

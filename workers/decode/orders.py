@@ -38,12 +38,13 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.workers.attention.holds import Holds
 from halfmoon.workers.decode.actions import Action, CopyLayers, EndSpan, Release, Wake
-from halfmoon.workers.decode.deliveries import FinishedOrders, deliveries_of
+from halfmoon.workers.decode.deliveries import deliveries_of
 from halfmoon.workers.decode.generated_blocks import generated_blocks, shares_generated
 from halfmoon.workers.decode.lenders import Lenders, borrows_of, holds_under
 from halfmoon.workers.decode.moves import Moves
 from halfmoon.workers.decode.sequence import DecodeSequence, Stage
 from halfmoon.workers.decode.step_times import PlaceTimes, StepTimes
+from halfmoon.workers.finished_orders import FinishedOrders
 from halfmoon.workers.machines import Report, TakeTokens, refusal
 from halfmoon.workers.model.block_allocator import BlockAllocator
 
@@ -91,7 +92,7 @@ class Orders:
         self.copies: dict[int, tuple[DecodeSequence, int]] = {}
         self.sharing: dict[str, DecodeSequence] = {}
         self.pushing: dict[str, DecodeSequence] = {}
-        self.finished = FinishedOrders()
+        self.finished = FinishedOrders[DecodeSequence]()
         #: By order, each with its author.
         self.early: OrderedDict[str, list[tuple[str, OfDecode]]] = OrderedDict()
         #: The compute thread waits for Wake.

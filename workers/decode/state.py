@@ -35,7 +35,7 @@ from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.attention.events import HoldAsked, HoldLoaded
 from halfmoon.workers.decode import invariants
-from halfmoon.workers.decode.actions import Action, AnswerResend
+from halfmoon.workers.decode.actions import Action
 from halfmoon.workers.decode.batch import Batch
 from halfmoon.workers.decode.deliveries import resend_reply
 from halfmoon.workers.decode.events import (
@@ -51,7 +51,6 @@ from halfmoon.workers.decode.events import (
     OutputShared,
     PartHeld,
     PartNotHeld,
-    ResendRequested,
     StepEnded,
     StepFailed,
     SwappedIn,
@@ -60,7 +59,15 @@ from halfmoon.workers.decode.events import (
     TokensPushed,
 )
 from halfmoon.workers.decode.orders import Orders
-from halfmoon.workers.machines import Announce, AnnounceRequested, OrderCancelled, TokensTaken, WorkerStopped
+from halfmoon.workers.machines import (
+    Announce,
+    AnnounceRequested,
+    AnswerResend,
+    OrderCancelled,
+    ResendRequested,
+    TokensTaken,
+    WorkerStopped,
+)
 
 
 class DecodeState:

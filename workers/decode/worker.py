@@ -29,10 +29,8 @@ from halfmoon.workers.attention.errors import LenderLost
 from halfmoon.workers.decode import events
 from halfmoon.workers.decode.actions import (
     Action,
-    AnswerResend,
     AskHold,
     CopyLayers,
-    Deliver,
     EndSpan,
     Measure,
     PushTail,
@@ -49,7 +47,7 @@ from halfmoon.workers.decode.elsewhere import KvElsewhere
 from halfmoon.workers.decode.spans import end_decode
 from halfmoon.workers.decode.state import DecodeState
 from halfmoon.workers.decode.step import next_tokens
-from halfmoon.workers.machines import Announce, Report, TakeTokens
+from halfmoon.workers.machines import Announce, AnswerResend, Deliver, Report, TakeTokens
 from halfmoon.workers.worker import Worker, WorkerConfig, now
 
 
@@ -174,7 +172,7 @@ class DecodeWorker(Worker):
             self.hear(events.KvHeard(author_id=author_id, message=message, **now()))
 
     def _resend(self, request: ResendRequest) -> ResendReply:
-        (answer,) = self.state.on(events.ResendRequested(request=request, **now()))
+        (answer,) = self.state.on(machines.ResendRequested(request=request, **now()))
         assert isinstance(answer, AnswerResend), answer
         return answer.reply
 

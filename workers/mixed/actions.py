@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from halfmoon.workers.decode.actions import AnswerResend, Deliver, EndSpan, Measure, Wake
+from halfmoon.workers.decode.actions import EndSpan, Measure, Wake
 from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.machines import AnswerResend, Deliver
 from halfmoon.workers.model.prompt_rows import PromptScores
 from halfmoon.workers.prefill.actions import Action as PrefillAction
 

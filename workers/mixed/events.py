@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from halfmoon.schemas.decisions import StartMixed
 from halfmoon.schemas.sampling import SampledToken
-from halfmoon.workers.decode.events import EngineIdled, ResendRequested
+from halfmoon.workers.decode.events import EngineIdled
 from halfmoon.workers.machines import (
     AnnounceRequested,
     OrderCancelled,
+    ResendRequested,
     WorkerEvent,
     WorkerStopped,
 )

@@ -42,16 +42,19 @@ from halfmoon.schemas.decisions import StartMixed
 from halfmoon.schemas.events import DecodeStarted, WorkerHeartbeat
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.batch_former import BatchFormer, Iteration
-from halfmoon.workers.decode.actions import AnswerResend, EndSpan, Measure, Wake
-from halfmoon.workers.decode.deliveries import FinishedOrders, deliveries_of, resend_reply
-from halfmoon.workers.decode.events import EngineIdled, ResendRequested
+from halfmoon.workers.decode.actions import EndSpan, Measure, Wake
+from halfmoon.workers.decode.deliveries import deliveries_of, resend_reply
+from halfmoon.workers.decode.events import EngineIdled
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.decode.step_times import StepTimes
+from halfmoon.workers.finished_orders import FinishedOrders
 from halfmoon.workers.machines import (
     Announce,
     AnnounceRequested,
+    AnswerResend,
     OrderCancelled,
     Report,
+    ResendRequested,
     TokensTaken,
     WorkerFacts,
     WorkerStopped,
@@ -95,7 +98,7 @@ class MixedState:
             prompt_blocks_max=kv_blocks if layout.layers else None,
         )
         self.requests: dict[str, MixedRequest] = {}
-        self.finished = FinishedOrders()
+        self.finished = FinishedOrders[DecodeSequence]()
         self.room = CacheRoom(self.requests, layout, kv_blocks)
         self.former = BatchFormer(
             self.room,

@@ -17,9 +17,9 @@ from halfmoon.schemas.tokens import ResendRequest
 from halfmoon.store.errors import LeaseLost
 from halfmoon.workers import machines
 from halfmoon.workers.decode import events as decode_events
-from halfmoon.workers.decode.actions import AnswerResend, Deliver, EndSpan, Measure, Wake
+from halfmoon.workers.decode.actions import EndSpan, Measure, Wake
 from halfmoon.workers.decode.spans import end_decode
-from halfmoon.workers.machines import Announce, Report, TakeTokens
+from halfmoon.workers.machines import Announce, AnswerResend, Deliver, Report, TakeTokens
 from halfmoon.workers.mixed import iteration
 from halfmoon.workers.mixed.actions import Action, RunIteration
 from halfmoon.workers.mixed.events import IterationMade, MixedOrdered

@@ -12,10 +12,10 @@ import msgspec
 
 from halfmoon.schemas.decisions import LayerStage
 from halfmoon.schemas.kv import PrefillResult
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.schemas.similar import kept_tokens
-from halfmoon.workers.decode.actions import AnswerResend, Deliver
-from halfmoon.workers.machines import Announce, Report, TakeTokens
+from halfmoon.workers.machines import Announce, AnswerResend, Deliver, Report, TakeTokens
 
 
 class BeginSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,10 +44,10 @@ class ReserveSlots(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PauseOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Ends in PauseEnded after `pause_ns`."""
+    """Ends in PauseEnded after `pause_ns`: a store that had no room, or did not answer, is asked again."""
 
     order_id: str
-    pause_ns: int
+    pause_ns: int = SECOND_NS // 10
 
 
 class StartFetch(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from halfmoon.schemas.decisions import StartPrefill, StartStage
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.similar import SimilarReuse
-from halfmoon.workers.decode.events import ResendRequested
 from halfmoon.workers.machines import (
     AnnounceRequested,
     OrderCancelled,
     OrderEvent,
+    ResendRequested,
     TokensTaken,
     WorkerEvent,
     WorkerStopped,

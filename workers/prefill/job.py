@@ -27,7 +27,6 @@ from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.schemas.types import KEY_BYTES
-from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.machines import Report, TakeTokens, TokensTaken, refusal
 from halfmoon.workers.prefill import actions
 from halfmoon.workers.prefill.actions import Actions
@@ -55,17 +54,11 @@ from halfmoon.workers.prefill.events import (
     StageLost,
     StepOfOrder,
 )
-from halfmoon.workers.prefill.first_tokens import answered
+from halfmoon.workers.prefill.first_tokens import FirstTokenAnswer, answered
 from halfmoon.workers.prefill.layer_runs import LayerRun, LayerRuns
 from halfmoon.workers.prefill.prompt_chunks import prompt_to_compute, shared_keys, streams_layers
 from halfmoon.workers.prefill.reference_job import reference_of
-from halfmoon.workers.prefill.stages import (
-    STORE_PAUSE_NS,
-    WAITING_STAGES,
-    JobRules,
-    PrefillStage,
-    patience_ns,
-)
+from halfmoon.workers.prefill.stages import WAITING_STAGES, JobRules, PrefillStage, patience_ns
 
 
 class Job:
@@ -112,7 +105,7 @@ class Job:
         self.similar: SimilarReuse | None = None
         #: Its KV goes to a decode node's pool. Else the worker may answer the request: the answer, once it is drawn.
         self.pushes = rules.has_store and not order.answers
-        self.answer: DecodeSequence | None = None
+        self.answer: FirstTokenAnswer | None = None
 
     @property
     def blocks(self) -> int:
@@ -338,7 +331,7 @@ class Job:
             self.fail(f"{where}: {event.reason}", out, retryable=True)
         else:
             self.paused = True
-            out.append(actions.PauseOrder(order_id=self.order_id, pause_ns=STORE_PAUSE_NS))
+            out.append(actions.PauseOrder(order_id=self.order_id))
 
     def _pause_ended(self, out: Actions) -> None:
         if not self.paused:
@@ -459,7 +452,7 @@ class Job:
         self._push(self.runs.rest(), out)
         self.result = result_of(self, event.first)
         if self.order.answers:
-            self.answer = answered(self, self.result, event.at_ns, out)
+            self.answer = answered(self, self.result, out)
             self._finish(0, 0, out)
             return
         # The decode worker need not wait for the end of the push: it hears of every layer.

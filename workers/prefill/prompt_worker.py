@@ -22,9 +22,7 @@ from halfmoon.schemas.store import order_of_hold, reference_hold
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.store.errors import BytesCorrupted, LeaseLost, StoreError, StoreFull
-from halfmoon.workers.decode.actions import AnswerResend, Deliver
-from halfmoon.workers.decode.events import ResendRequested
-from halfmoon.workers.machines import TakeTokens, WorkerStopped
+from halfmoon.workers.machines import AnswerResend, Deliver, ResendRequested, TakeTokens, WorkerStopped
 from halfmoon.workers.prefill.actions import (
     BeginSpan,
     CommitPrompt,

@@ -9,8 +9,6 @@ from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
 
 REASON_CHARACTERS_MAX = 500
-#: Before a store is asked again.
-STORE_PAUSE_NS = SECOND_NS // 10
 
 
 def patience_ns(*, full: bool) -> int:

@@ -27,19 +27,20 @@ from __future__ import annotations
 
 from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
-from halfmoon.workers.decode.actions import AnswerResend
-from halfmoon.workers.decode.deliveries import FinishedOrders, resend_reply
-from halfmoon.workers.decode.events import ResendRequested
+from halfmoon.workers.finished_orders import FinishedOrders
 from halfmoon.workers.machines import (
     Announce,
     AnnounceRequested,
+    AnswerResend,
     OrderCancelled,
+    ResendRequested,
     WorkerFacts,
     WorkerStopped,
 )
 from halfmoon.workers.prefill.actions import Action
 from halfmoon.workers.prefill.cache_window import outgrows_cache
 from halfmoon.workers.prefill.events import Event, PrefillOrdered, StageOrdered
+from halfmoon.workers.prefill.first_tokens import FirstTokenAnswer
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.layer_stages.job import StageJob
 from halfmoon.workers.prefill.stages import PAUSED_STAGES, TURN_STAGES, WAITING_STAGES, JobRules, PrefillStage
@@ -76,7 +77,7 @@ class PrefillState:
             eos_ids=worker.eos_ids,
         )
         #: Answers of one token, which may be asked for again.
-        self.answers = FinishedOrders()
+        self.answers = FinishedOrders[FirstTokenAnswer]()
         self.jobs: dict[str, Job | StageJob] = {}
         self.queue: list[Job | StageJob] = []
         self.turn: Job | StageJob | None = None
@@ -206,7 +207,8 @@ class PrefillState:
         job = self.jobs.get(request.order_id)
         if isinstance(job, Job) and job.order.answers and job.order.frontend_id == request.frontend_id:
             return ResendReply(known=True)
-        return resend_reply(self.answers.get(request.order_id), request, self.worker_id)
+        answer = self.answers.get(request.order_id)
+        return answer.resend(request) if answer is not None else ResendReply(known=False)
 
     def _cancel(self, job: Job | StageJob, out: list[Action]) -> None:
         job.cancel(out)

@@ -20,10 +20,11 @@ from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.store import reference_hold
 from halfmoon.schemas.tokens import ResendRequest
 from halfmoon.store.errors import ChannelError, StoreError, StoreFull
-from halfmoon.workers.decode.actions import AnswerResend, Deliver
 from halfmoon.workers.machines import (
     Announce,
     AnnounceRequested,
+    AnswerResend,
+    Deliver,
     OrderCancelled,
     Report,
     TakeTokens,

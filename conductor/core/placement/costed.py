@@ -18,7 +18,7 @@ from halfmoon.conductor.core.placement.decode_candidates import (
     decodes_to_choose_from,
     has_room,
 )
-from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate, MixedCandidate
+from halfmoon.conductor.core.placement.measures import NOBODY, Candidate, DecodeCandidate, MixedCandidate
 from halfmoon.conductor.core.placement.mixed_candidates import least_mixed, mixed_candidates
 from halfmoon.conductor.core.placement.policies import EARLIEST_TOKEN_MIXED, MixedRule, mixed_rule
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch, match_prefix
@@ -53,8 +53,6 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
     match: PrefixMatch
     answers: Answers | None
     answer_tokens: int
-    #: Its first token is its whole answer, and each prefill worker can give it: of pairs nobody decodes.
-    one_token: bool = False
     #: By id: as many candidates as the choice needs, or all; and how many prefill workers there are to choose from.
     prefills: list[Candidate] = []
     all_prefills: bool = False
@@ -71,6 +69,11 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
     mixed_rule: MixedRule = EARLIEST_TOKEN_MIXED
     loads: dict[tuple[str, int], Load] = {}
 
+    @property
+    def one_token(self) -> bool:
+        """Its first token is its whole answer, and each prefill worker can give it: in pairs nobody decodes."""
+        return NOBODY in self.decodes
+
     def every_prefill(self) -> list[Candidate]:
         """Every prefill worker that could take it, by id."""
         if not self.all_prefills:
@@ -79,8 +82,8 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
         return self.prefills
 
     def every_decode(self) -> list[DecodeCandidate]:
-        """Every decode worker that could take it, by id; [] where none is needed."""
-        if not self.all_decodes and not self.one_token:
+        """Every decode worker that could take it, by id."""
+        if not self.all_decodes:
             self.decodes = decode_candidates(
                 self.state, self.request, self.match, self.answer_tokens, avoid=self.avoid
             )
@@ -166,8 +169,9 @@ def cost_request(
         match=match,
         answers=answers,
         answer_tokens=answer_tokens,
-        one_token=request.max_tokens == 1 and state.policy.one_token_prefills and state.loads.prefills_answer,
     )
+    if request.max_tokens == 1 and state.policy.one_token_prefills and state.loads.prefills_answer:
+        costed.decodes, costed.all_decodes = [NOBODY], True
     if avoid is None:
         _cost_for_choice(costed)
     else:
