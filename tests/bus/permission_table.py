@@ -37,7 +37,7 @@ halfmoon.events.<me>.StageFinished         prefill
 halfmoon.events.<me>.DecodeStarted         decode mixed adapt
 halfmoon.events.<me>.DecodeRefused         decode
 halfmoon.events.<me>.DecodeFailed          decode adapt
-halfmoon.events.<me>.RequestFinished       decode mixed adapt
+halfmoon.events.<me>.RequestFinished       prefill decode mixed adapt
 halfmoon.events.<me>.KvMoved               decode
 halfmoon.events.<me>.KvMoveRefused         decode
 halfmoon.events.<node>.StoreJoined         store adapt
@@ -68,7 +68,7 @@ halfmoon.hold.*.<me>                       decode
 halfmoon.reset.*                           operator
 halfmoon.cancel                            frontend
 halfmoon.take.*.<me>                       prefill decode mixed adapt
-halfmoon.tokens.*.<me>                     decode mixed adapt
+halfmoon.tokens.*.<me>                     prefill decode mixed adapt
 
 halfmoon.store.<node>.attach               prefill decode attention mixed engine
 halfmoon.store.<node>.open_put             prefill decode attention mixed engine
@@ -107,7 +107,7 @@ halfmoon.status.*                          operator
 halfmoon.view.conductors                   frontend
 halfmoon.explain.*                         frontend
 
-halfmoon.inbox.>                           conductor frontend store decode attention mixed adapt engine
+halfmoon.inbox.>                           conductor frontend store prefill decode attention mixed adapt engine
 _INBOX.>                                   frontend
 
 $JS.API.STREAM.INFO.EVENTS                 conductor frontend store prefill decode attention operator supervisor mixed
@@ -161,7 +161,7 @@ halfmoon.give.<me>.*                       prefill decode mixed adapt
 halfmoon.kv.<me>.>                         prefill decode adapt engine
 halfmoon.want.<me>.*                       engine
 halfmoon.kv.<me>.KvLoaded.<node>           mixed
-halfmoon.resend.<me>.*                     decode mixed adapt
+halfmoon.resend.<me>.*                     prefill decode mixed adapt
 halfmoon.hold.<me>.*                       decode attention
 halfmoon.reset.<me>                        adapt
 

@@ -90,6 +90,16 @@ async def in_mid_prompt(cluster: Cluster, holds: Holds) -> StartPrefill:
     return order
 
 
+async def answering(cluster: Cluster, holds: Holds) -> StartPrefill:
+    """It computes the prompt of an answer of one token, and goes no further; nobody else hears of it."""
+    order = await order_of(cluster, StartPrefill, await holds.held(PROMPT_LAYER))
+    assert order.answers
+    decided = [one.decision for one in await cluster.decisions()]
+    assert not [one for one in decided if isinstance(one, StartDecode) and one.request_id == order.request_id]
+    assert not [message for _, message in await cluster.kv() if message.order_id == order.order_id]
+    return order
+
+
 async def in_mid_answer(cluster: Cluster, holds: Holds) -> StartDecode:
     """Its worker does not begin the next step. DECODE_STEP is armed."""
     return await order_of(cluster, StartDecode, await holds.held(DECODE_STEP))
@@ -116,12 +126,15 @@ def same(answer: dict[str, Any], undisturbed: dict[str, Any]) -> None:
     assert answer["text"] == undisturbed["text"]
 
 
-async def test_a_prefill_worker_dies_while_it_computes(cluster: Cluster, nc: nats.NATS, holds: Holds) -> None:
-    undisturbed = await cluster.generate(nc, **fields(600, 4, "calm"))
+@pytest.mark.parametrize("tokens", [4, 1])
+async def test_a_prefill_worker_dies_while_it_computes(
+    cluster: Cluster, nc: nats.NATS, holds: Holds, tokens: int
+) -> None:
+    undisturbed = await cluster.generate(nc, **fields(600, tokens, f"calm, {tokens}"))
     await all_ready(cluster)
     holds.arm(PROMPT_LAYER, 3)
-    asked = asyncio.ensure_future(cluster.generate(nc, **fields(600, 4, "prefill dies")))
-    order = await in_mid_prompt(cluster, holds)
+    asked = asyncio.ensure_future(cluster.generate(nc, **fields(600, tokens, f"prefill dies, {tokens}")))
+    order = await (in_mid_prompt(cluster, holds) if tokens > 1 else answering(cluster, holds))
     cluster.kill(order.worker_id)
     answer = await asked
     same(answer, undisturbed)
