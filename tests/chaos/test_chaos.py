@@ -42,7 +42,6 @@ from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.machines import Report
 from halfmoon.workers.prefill.actions import EndOrder
 from halfmoon.workers.prefill.cache_window import CacheWindow
-from halfmoon.workers.prefill.events import FirstTokenDrawn
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.stages import PrefillStage
 from halfmoon.workers.prefill.state import PrefillState
@@ -336,13 +335,12 @@ def a_cancelled_prefill_goes_on(self: Job, out: list[Any]) -> None:
 def the_result_goes_before_the_token_is_drawn(self: Job, event: Any, out: list[Any]) -> None:
     whole_computed(self, event, out)
     if self.stage is PrefillStage.DRAWING:
-        drawn = FirstTokenDrawn(at_ns=event.at_ns, order_id=self.order_id, first=SampledToken(token_id=0))
-        self._first_token_drawn(drawn, out)
+        self._first_token_drawn(SampledToken(token_id=0), out)
 
 
-def an_answer_is_reported_behind_its_prefill(self: Job, event: Any, out: list[Any]) -> None:
+def an_answer_is_reported_behind_its_prefill(self: Job, first: SampledToken, out: list[Any]) -> None:
     own: list[Any] = []
-    whole_drawn(self, event, own)
+    whole_drawn(self, first, own)
     reports = [action for action in own if isinstance(action, Report)]
     out += [action for action in own if action not in reports] + reports[::-1]
 

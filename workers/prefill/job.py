@@ -198,7 +198,7 @@ class Job:
             case StageEnded():
                 pass  # of a part of another worker's prompt
             case FirstTokenDrawn():
-                self._first_token_drawn(event, out)
+                self._first_token_drawn(event.first, out)
             case PushClosed():
                 self._push_closed(event.moved_bytes, event.elapsed_ns, out)
             case PushFailed():
@@ -443,14 +443,14 @@ class Job:
 
     # --- ending ---------------------------------------------------------------------------------------------
 
-    def _first_token_drawn(self, event: FirstTokenDrawn, out: Actions) -> None:
+    def _first_token_drawn(self, first: SampledToken, out: Actions) -> None:
         if self.stage is not PrefillStage.DRAWING:
             return
         if self.cancelled:
             self.fail("cancelled", out, retryable=False)
             return
         self._push(self.runs.rest(), out)
-        self.result = result_of(self, event.first)
+        self.result = result_of(self, first)
         if self.order.answers:
             self.answer = answered(self, self.result, out)
             self._finish(0, 0, out)

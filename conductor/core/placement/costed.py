@@ -72,7 +72,7 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
     @property
     def one_token(self) -> bool:
         """Its first token is its whole answer, and each prefill worker can give it: in pairs nobody decodes."""
-        return NOBODY in self.decodes
+        return self.decodes[:1] == [NOBODY]
 
     def every_prefill(self) -> list[Candidate]:
         """Every prefill worker that could take it, by id."""
