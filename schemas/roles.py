@@ -54,6 +54,14 @@ class RoleTraits:
 
 _OWN_STORE = rights.asks(NODE, rights.ASKED_BY_PAIR)
 _DRAWS = (subjects.tokens("*", ME), subjects.take("*", ME))
+#: Orders, their tokens and KV progress, and frontends that missed tokens.
+_HEARS = (
+    rights.INBOX,
+    subjects.decisions_for(ME),
+    subjects.give(ME, "*"),
+    subjects.kv_for(ME),
+    subjects.resend(ME, "*"),
+)
 
 ROLES: dict[ProcessRole, RoleTraits] = {
     "frontend": RoleTraits(
@@ -119,13 +127,7 @@ ROLES: dict[ProcessRole, RoleTraits] = {
                 *rights.MISSED,
                 rights.ANSWERS,
             ),
-            hear=(
-                rights.INBOX,
-                subjects.decisions_for(ME),
-                subjects.give(ME, "*"),
-                subjects.kv_for(ME),
-                subjects.resend(ME, "*"),
-            ),
+            hear=_HEARS,
         ),
     ),
     "decode": RoleTraits(
@@ -146,20 +148,15 @@ ROLES: dict[ProcessRole, RoleTraits] = {
                 "KvMoveRefused",
             ),
             publish=(
-                subjects.tokens("*", ME),
+                *_DRAWS,
                 subjects.hold("*", ME),
-                subjects.take("*", ME),
                 *_OWN_STORE,
                 *rights.PLACES,
                 *rights.MISSED,
                 rights.ANSWERS,
             ),
             hear=(
-                rights.INBOX,
-                subjects.decisions_for(ME),
-                subjects.give(ME, "*"),
-                subjects.kv_for(ME),
-                subjects.resend(ME, "*"),
+                *_HEARS,
                 subjects.hold(ME, "*"),
             ),
         ),
@@ -184,11 +181,7 @@ ROLES: dict[ProcessRole, RoleTraits] = {
                 rights.ANSWERS,
             ),
             hear=(
-                rights.INBOX,
-                subjects.decisions_for(ME),
-                subjects.give(ME, "*"),
-                subjects.kv_for(ME),
-                subjects.resend(ME, "*"),
+                *_HEARS,
                 subjects.relay(ME, "*"),
                 subjects.reset(ME),
             ),

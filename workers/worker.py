@@ -19,20 +19,28 @@ from typing import Any, Protocol, TypedDict, TypeVar
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.tracing import Tracing
+from halfmoon.schemas import subjects
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import ChangeRole, Decision
 from halfmoon.schemas.events import WorkerDraining, WorkerHeartbeat, WorkerJoined, WorkerLeft
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.roles import WorkerRole
-from halfmoon.schemas.tokens import TakeReply
+from halfmoon.schemas.tokens import ResendReply, ResendRequest, TakeReply
 from halfmoon.schemas.types import ExactNumerics, Message
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.channels.hello import ChannelHello
 from halfmoon.store.channels.options import ChannelOptions
 from halfmoon.workers import hold_points
 from halfmoon.workers.kept_profile import ProfileCheck
-from halfmoon.workers.machines import TakeTokens, TokensTaken, WorkerFacts
+from halfmoon.workers.machines import (
+    AnswerResend,
+    Deliver,
+    ResendRequested,
+    TakeTokens,
+    TokensTaken,
+    WorkerFacts,
+)
 from halfmoon.workers.options import WorkerOptions
 from halfmoon.workers.token_inbox import TokenInbox
 from halfmoon.workers.worker_metrics import WorkerMetrics
@@ -243,6 +251,21 @@ class Worker(ABC):
                 case decision:
                     self.obey(decision)
             self.obeyed_seq = max(self.obeyed_seq, ordered.cause_seq)
+
+    # --- tokens to frontends --------------------------------------------------------------------------------
+
+    async def serve_resends(self) -> None:
+        """Answer frontends that missed tokens, by the machine."""
+        asked = subjects.resend(self.config.worker_id, "*")
+        await self.bus.serve(asked, ResendRequest, self._resend, author="frontend_id")
+
+    def _resend(self, request: ResendRequest) -> ResendReply:
+        (answer,) = self.state.on(ResendRequested(request=request, **now()))
+        assert isinstance(answer, AnswerResend), answer
+        return answer.reply
+
+    def deliver(self, action: Deliver) -> None:
+        self.bus.publish_soon(subjects.tokens(action.frontend_id, self.config.worker_id), action.message)
 
     # --- for the subclasses ---------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ from halfmoon.schemas.decisions import (
 from halfmoon.schemas.events import StoreJoined
 from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.roles import WorkerRole
-from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.schemas.weights import PrefixCacheReset, ResetPrefixCache
 from halfmoon.store.agent.announcer import Announcer
 from halfmoon.workers import machines
@@ -43,7 +42,7 @@ from halfmoon.workers.adapters.state import AdapterState
 from halfmoon.workers.decode.actions import EndSpan
 from halfmoon.workers.decode.events import DecodeOrdered, KvHeard
 from halfmoon.workers.decode.spans import end_decode
-from halfmoon.workers.machines import Announce, AnswerResend, Deliver, Report, ResendRequested, TakeTokens
+from halfmoon.workers.machines import Announce, AnswerResend, Deliver, Report, TakeTokens
 from halfmoon.workers.mixed.events import MixedOrdered
 from halfmoon.workers.worker import Worker, WorkerConfig
 
@@ -95,8 +94,7 @@ class AdapterWorker(Worker):
         config = self.config
         facts = self.facts(self._eos_ids)
         self.state = MACHINES[self.role](facts, config.profile, words=self.engine_link.words)
-        asked = subjects.resend(config.worker_id, "*")
-        await self.bus.serve(asked, ResendRequest, self._resend, author="frontend_id")
+        await self.serve_resends()
         await self.bus.serve(subjects.reset(config.worker_id), ResetPrefixCache, self._reset_prefix_cache)
         await self._relayed.open()
         if self.role == "decode":
@@ -170,8 +168,7 @@ class AdapterWorker(Worker):
     def obey_action(self, action: Action) -> None:
         match action:
             case Deliver():
-                subject = subjects.tokens(action.frontend_id, self.config.worker_id)
-                self.bus.publish_soon(subject, action.message)
+                self.deliver(action)
             case AskEngine():
                 if action.computes_again:
                     self._warn_once(PROMPTS_RECOMPUTED, action.computes_again)
@@ -215,11 +212,6 @@ class AdapterWorker(Worker):
         """No grammar is compiled: the machine refuses a request with one, because no engine takes ours."""
         reply = await self.inbox.take(ask.frontend_id, ask.request_id, ask.order_id, self.role)
         self._hear_taken(ask, reply)
-
-    def _resend(self, request: ResendRequest) -> ResendReply:
-        (answer,) = self.state.on(ResendRequested(at_ns=time.monotonic_ns(), request=request))
-        assert isinstance(answer, AnswerResend), answer
-        return answer.reply
 
     async def _reset_prefix_cache(self, _: ResetPrefixCache) -> PrefixCacheReset:
         return await self.engine_link.reset_prefix_cache()

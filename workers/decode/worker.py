@@ -16,11 +16,9 @@ import msgspec
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.tail import StreamTail
-from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, EndMove, MoveKv, StartDecode
 from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import StoreError
 from halfmoon.workers import machines
@@ -82,8 +80,7 @@ class DecodeWorker(Worker):
             self.store.restarted.append(lambda: self.hear(events.MemoryLost(**now())))
             # Nobody else does, once the push that filled the slots is closed.
             self.store.kept_too.append(self.state.orders.leased)
-        asked = subjects.resend(self.config.worker_id, "*")
-        await self.bus.serve(asked, ResendRequest, self._resend, author="frontend_id")
+        await self.serve_resends()
         await self._elsewhere.open(self._pool)
         self.spawn(self._follow_kv(await self.bus.open_kv(self.config.worker_id)))
         self.spawn(self._compute_all())
@@ -127,9 +124,7 @@ class DecodeWorker(Worker):
     def obey_action(self, action: Action) -> None:
         match action:
             case Deliver():
-                self.bus.publish_soon(
-                    subjects.tokens(action.frontend_id, self.config.worker_id), action.message
-                )
+                self.deliver(action)
             case RunStep() | SwapOut() | SwapIn():
                 assert self._work is None, (self._work, action)
                 self._work = action
@@ -170,11 +165,6 @@ class DecodeWorker(Worker):
     async def _follow_kv(self, reader: StreamTail) -> None:
         async for author_id, message in self.bus.follow_kv(reader):
             self.hear(events.KvHeard(author_id=author_id, message=message, **now()))
-
-    def _resend(self, request: ResendRequest) -> ResendReply:
-        (answer,) = self.state.on(machines.ResendRequested(request=request, **now()))
-        assert isinstance(answer, AnswerResend), answer
-        return answer.reply
 
     async def _release(self, release: Release) -> None:
         if release.after_ns:

@@ -11,9 +11,7 @@ import asyncio
 import time
 from typing import assert_never
 
-from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartMixed
-from halfmoon.schemas.tokens import ResendRequest
 from halfmoon.store.errors import LeaseLost
 from halfmoon.workers import machines
 from halfmoon.workers.decode import events as decode_events
@@ -71,8 +69,7 @@ class MixedWorker(PromptWorker):
         #: The next iteration of the compute thread.
         self._work: RunIteration | None = None
         await self.prepare_prompts()
-        asked = subjects.resend(config.worker_id, "*")
-        await self.bus.serve(asked, ResendRequest, self.resend, author="frontend_id")
+        await self.serve_resends()
         self.spawn(self._compute_all())
 
     def obey(self, decision: Decision) -> None:

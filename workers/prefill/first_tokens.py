@@ -6,7 +6,7 @@ once it had room for the prompt's KV and that KV had moved.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -62,12 +62,13 @@ def answered(job: JobWithToken, result: PrefillResult, out: Actions) -> FirstTok
     had = unpack_tokens(job.reply.output_ids)
     token = SampledToken(token_id=had[0]) if had else result.first
     ends = token.token_id in end_ids(job.rules.eos_ids, sampling) and not (token.cut or sampling.min_tokens)
+    finish_reason: Literal["stop", "length"] = "stop" if ends else "length"
     delivery = Delivery(
         request_id=order.request_id,
         order_id=order.order_id,
         index=0,
         tokens=[token],
-        finish_reason="stop" if ends else "length",
+        finish_reason=finish_reason,
         timing=Timing(
             queue_ns=result.queue_ns,
             transfer_ns=result.transfer_ns,
@@ -84,7 +85,7 @@ def answered(job: JobWithToken, result: PrefillResult, out: Actions) -> FirstTok
         order_id=order.order_id,
         request_id=order.request_id,
         worker_id=worker_id,
-        finish_reason="stop" if ends else "length",
+        finish_reason=finish_reason,
         completion_tokens=1,
         ttft_ns=result.queue_ns + result.compute_ns,  # transfers overlap both
     )

@@ -19,10 +19,9 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.kv import KvLoaded
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.store import order_of_hold, reference_hold
-from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.store.errors import BytesCorrupted, LeaseLost, StoreError, StoreFull
-from halfmoon.workers.machines import AnswerResend, Deliver, ResendRequested, TakeTokens, WorkerStopped
+from halfmoon.workers.machines import TakeTokens, WorkerStopped
 from halfmoon.workers.prefill.actions import (
     BeginSpan,
     CommitPrompt,
@@ -110,15 +109,6 @@ class PromptWorker(Worker):
                 self._end_order(action)
             case _:
                 assert_never(action)
-
-    def deliver(self, action: Deliver) -> None:
-        self.bus.publish_soon(subjects.tokens(action.frontend_id, self.config.worker_id), action.message)
-
-    def resend(self, request: ResendRequest) -> ResendReply:
-        """Tokens that a frontend missed."""
-        (answer,) = self.state.on(ResendRequested(at_ns=time.monotonic_ns(), request=request))
-        assert isinstance(answer, AnswerResend), answer
-        return answer.reply
 
     def _on_loaded(self, message: KvLoaded) -> None:
         order_id = order_of_hold(message.order_id)

@@ -18,7 +18,6 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartPrefill, StartStage
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.store import reference_hold
-from halfmoon.schemas.tokens import ResendRequest
 from halfmoon.store.errors import ChannelError, StoreError, StoreFull
 from halfmoon.workers.machines import (
     Announce,
@@ -108,8 +107,7 @@ class PrefillWorker(PromptWorker):
         self._next: tuple[PromptComputation, int] | None = None
         self._computing = False
         self._computation: PromptComputation | StageComputation | None = None
-        asked = subjects.resend(config.worker_id, "*")
-        await self.bus.serve(asked, ResendRequest, self.resend, author="frontend_id")
+        await self.serve_resends()
         self._stages: StageListener | None = None
         if (channels := self.config.stage_channels) is not None:
             # torch, which the null engine does without
