@@ -1,5 +1,5 @@
 """ClientLink: an engine's way to the store: a daemon thread with an event loop, on which a client finds and keeps it.
-`StoreLink` has a `StoreClient` there.
+`StoreLink` has a `RowClient` there.
 
 Rules:
 
@@ -29,8 +29,9 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.streams import StreamLimits
 from halfmoon.schemas.types import ID_PATTERN, Id
+from halfmoon.store.adapters.row_client import RowClient
 from halfmoon.store.client import ANY_NODE, StoreClient
-from halfmoon.store.errors import StoreError
+from halfmoon.store.errors import StoreError, WrongSize
 
 REST_S = 1.0
 #: A server is waited for so long, before it is tried again.
@@ -100,7 +101,7 @@ class BlockKeys:
 
 
 class WrongBlocks(StoreError):
-    """The node's agent holds blocks of another size: the engine's start ends with this."""
+    """The node's agent holds blocks that do not suit the engine's: the engine's start ends with this."""
 
 
 class ClientLink(ABC, Generic[C]):
@@ -129,7 +130,7 @@ class ClientLink(ABC, Generic[C]):
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Waits for the store, `connect_s` at most. Raises ValueError when it holds blocks of another size."""
+        """Waits for the store, `connect_s` at most. Raises ValueError when its blocks do not suit."""
         self.loop = asyncio.new_event_loop()
         self._thread.start()
         if not self._tried.wait(self._options.connect_s):
@@ -237,7 +238,7 @@ class ClientLink(ABC, Generic[C]):
                 await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _connect(self, stack: contextlib.AsyncExitStack) -> None:
-        """Tries until there is a store agent with blocks of the right size; it is closed with the stack."""
+        """Tries until there is a store agent with blocks that suit; it is closed with the stack."""
         options, said = self._options, ""
         config = BusConfig(
             url=options.nats,
@@ -272,17 +273,18 @@ class ClientLink(ABC, Generic[C]):
             self._client, self._unusable = client, ""
 
 
-class StoreLink(ClientLink[StoreClient]):
-    """See the module."""
+class StoreLink(ClientLink[RowClient]):
+    """See the module. The engine's blocks are rows, which may take several of the store's."""
 
-    async def open(self, bus: Bus, stack: contextlib.AsyncExitStack) -> StoreClient:
+    async def open(self, bus: Bus, stack: contextlib.AsyncExitStack) -> RowClient:
         options, size = self._options, self._block_bytes
         client = StoreClient(bus, node_id=options.node, tenant=options.tenant, peers=options.peers)
         stack.push_async_callback(client.close)
         await client.attach()
-        if client.block_bytes != size:
+        try:
+            return RowClient(client, size)
+        except WrongSize as problem:
             raise WrongBlocks(
-                f"node: the store agent of {options.node} holds blocks of {client.block_bytes} bytes, "
-                f"this engine's have {size}: halfmoon store --node NAME --block-bytes {size}"
-            )
-        return client
+                f"node: the store agent of {options.node} holds {problem}: "
+                f"halfmoon store --node NAME --block-bytes {size}, or a whole part of it"
+            ) from None

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from halfmoon.store.adapters.link import BATCH_BYTES, BlockKeys, LinkOptions, StoreLink
-from halfmoon.store.client import StoreClient
+from halfmoon.store.adapters.row_client import RowClient
 from halfmoon.store.errors import StoreError
 
 Bytes = npt.NDArray[np.uint8]
@@ -38,7 +38,7 @@ class PageStore:
         self._link = StoreLink(options, block_bytes=self.block_bytes)
 
     def start(self) -> None:
-        """Waits for the store, `connect_s` at most. Raises ValueError when it holds blocks of another size."""
+        """Waits for the store, `connect_s` at most. Raises ValueError when its blocks do not suit."""
         self._link.start()
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ class PageStore:
     def held(self, keys: Sequence[bytes]) -> int:
         """How many of the first keys the store has, without a gap."""
 
-        async def look(client: StoreClient) -> list[bool]:
+        async def look(client: RowClient) -> list[bool]:
             return [found is True for found in await client.batch_exists(self._block_keys(keys))]
 
         found = self._link.ask(look, within_s=self._options.lookup_s) if keys else None
@@ -60,9 +60,7 @@ class PageStore:
         for part in self._batches(len(keys)):
             blocks = [self._whole(page) for page in pages[part]]
 
-            async def get(
-                client: StoreClient, part: slice = part, blocks: list[Bytes] = blocks
-            ) -> list[bool]:
+            async def get(client: RowClient, part: slice = part, blocks: list[Bytes] = blocks) -> list[bool]:
                 return _moved(await client.batch_get_into(self._block_keys(keys[part]), blocks, verify=True))
 
             moved = self._link.ask(get, within_s=self._options.transfer_s) or [False] * len(blocks)
@@ -79,7 +77,7 @@ class PageStore:
             blocks = [_gather(self._whole(page), page) for page in pages[part]]
             values = dict(zip(self._block_keys(keys[part]), blocks, strict=True))
 
-            async def put(client: StoreClient, values: dict[bytes, Bytes] = values) -> list[bool]:
+            async def put(client: RowClient, values: dict[bytes, Bytes] = values) -> list[bool]:
                 return _moved(await client.batch_put(values))
 
             moved = self._link.ask(put, within_s=self._options.transfer_s) or [False] * len(values)

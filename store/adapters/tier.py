@@ -90,7 +90,7 @@ class StoreTier:
     # --- the engine's thread --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Waits for the store, `connect_s` at most. Raises ValueError when it holds blocks of another size."""
+        """Waits for the store, `connect_s` at most. Raises ValueError when its blocks do not suit."""
         self._link.start()
 
     def lookup(self, key: bytes, request_id: str) -> bool | None:

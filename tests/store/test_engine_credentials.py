@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from store_harness import PATIENT, cluster, until
 from test_engine_kv import LAYERS, SHAPE, WHOLE, engine, same
@@ -13,7 +14,8 @@ from test_engine_kv import LAYERS, SHAPE, WHOLE, engine, same
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.adapters.link import LinkOptions, StoreLink
-from halfmoon.store.client import ANY_NODE, StoreClient
+from halfmoon.store.adapters.row_client import RowClient
+from halfmoon.store.client import ANY_NODE
 from halfmoon.store.errors import StoreError
 from tests.bus.server_cluster import ServerCluster
 from tests.eventually import BOUND_S
@@ -73,17 +75,17 @@ def shared(options: dict[str, dict[str, Any]]) -> None:
             given = {"node": node, "peers": peers, **PATIENT, **options[node]}
             links.append(StoreLink(LinkOptions.of(given), block_bytes=SHAPE.block_bytes))
             links[-1].start()
-        value, into = bytes([7]) * SHAPE.block_bytes, bytearray(SHAPE.block_bytes)
+        value, into = (np.full(SHAPE.block_bytes, fill, np.uint8) for fill in (7, 0))
 
-        async def put(client: StoreClient) -> list[StoreError | None]:
+        async def put(client: RowClient) -> list[StoreError | None]:
             return await client.batch_put({KEY: value})
 
-        async def got(client: StoreClient) -> list[StoreError | None]:
+        async def got(client: RowClient) -> list[StoreError | None]:
             return await client.batch_get_into([KEY], [into], verify=True)
 
         assert links[0].ask(put, within_s=BOUND_S) == [None]
         assert links[1].ask(got, within_s=BOUND_S) == [None]
-        assert into == value
+        assert (into == value).all()
     finally:
         for link in links:
             link.close()

@@ -110,7 +110,9 @@ def test_a_load_that_failed_is_a_miss_until_its_requests_have_ended(nats_url: st
                 client = made._link._client
                 assert client is not None
                 assert await asyncio.wrap_future(
-                    asyncio.run_coroutine_threadsafe(client.remove(made._keys.of(KEYS[0])), made._link.loop)  # type: ignore[arg-type]
+                    asyncio.run_coroutine_threadsafe(
+                        client._client.batch_remove([made._keys.of(KEYS[0])]), made._link.loop
+                    )  # type: ignore[arg-type]
                 )
                 assert (await moved(made, KEYS[:1], [0], load=True, job_id=2)).moved == ()
                 assert made.lookup(KEYS[0], "r") is False
@@ -167,8 +169,8 @@ def test_an_engine_starts_without_a_store_and_not_with_one_of_other_blocks(
             assert [job.job_id for job in made.finished()] == [3]
             assert not [one for one in threading.enumerate() if one.name.startswith("halfmoon-link")]
 
-            # A store of blocks of another size ends the start.
-            await here.agent("n1", layout=Layout.opaque(4096), data_port=-1)
+            # A store of blocks that do not suit ends the start.
+            await here.agent("n1", layout=Layout.opaque(3 * 4096), data_port=-1)
             with pytest.raises(ValueError, match=f"node: the store agent of n1 holds .* --block-bytes {ROW}"):
                 async with tier(here, "n1", memory()):
                     pass

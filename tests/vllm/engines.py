@@ -162,8 +162,11 @@ def real_engine(
 
 
 @contextlib.contextmanager
-def engine(directory: Path, url: str, node: str, **options: Any) -> Iterator[str]:
-    """The URL of a vLLM over the store: 1,474,560 bytes a block of 32 tokens, 64 of them in its host memory."""
+def engine(directory: Path, url: str, node: str, *more: str, **options: Any) -> Iterator[str]:
+    """The URL of a vLLM over the store: 1,474,560 bytes a block of 32 tokens, 64 of them in its host memory.
+
+    `more`: words of its command.
+    """
     name = cluster_name()
     tier = {
         "type": "HalfmoonTier",
@@ -181,7 +184,7 @@ def engine(directory: Path, url: str, node: str, **options: Any) -> Iterator[str
         },
     }  # fmt: skip
     words = ["--served-model-name", "m", "--max-model-len", "2560", "--max-num-seqs", "4"]
-    words += ["--kv-transfer-config", json.dumps(transfer)]
+    words += ["--kv-transfer-config", json.dumps(transfer), *more]
     log = directory / f"{name}.log"
     try:
         with vllm(PROGRAM, MODEL, log, *words, **WITH_OURS) as url_of_it:

@@ -80,3 +80,25 @@ def test_an_engine_that_starts_again_reads_its_prompts_from_the_store_and_says_t
     print(f"blocks stored {kept}, loaded {loaded}; tokens of external hits {hits}")
     assert loaded >= 3 * 8
     assert hits == 32 * loaded
+
+
+@no_model
+def test_engines_whose_rows_have_two_lengths_share_an_agent(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "vllm.md").read_text()
+    prompts = [text[first : first + 1500] for first in (0, 3000)]
+    said: dict[str, list[list[int]]] = {}
+    kinds = ("float32", "bfloat16")
+    # A row takes ten blocks of the one, and five of the other.
+    with store(tmp_path, BLOCK_BYTES // 10, 512) as (url, node):
+        for dtype in kinds:
+            with engine(tmp_path, url, node, "--dtype", dtype) as cold:
+                said[dtype] = [told(cold, prompt) for prompt in prompts]
+                assert counted(cold, HITS) == 0
+                stored(cold, 2 * 8)
+        for dtype in kinds:
+            with engine(tmp_path, url, node, "--dtype", dtype) as warm:
+                assert [told(warm, prompt) for prompt in prompts] == said[dtype]
+                loaded = counted(warm, f'{EVENTS}{{event="blocks_loaded"')
+                print(f"{dtype}: rows loaded {loaded}; tokens of external hits {counted(warm, HITS)}")
+                assert loaded >= 2 * 8
+                assert counted(warm, HITS) == 32 * loaded
