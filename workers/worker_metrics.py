@@ -47,6 +47,8 @@ class WorkerMetrics(Collector):
     def __init__(self, worker: MeasuredWorker, *, node_id: str, model: str, kv_blocks: int) -> None:
         self._worker = worker
         self._node_id, self._model, self._kv_blocks = node_id, model, kv_blocks
+        #: A request's end is its order's; else the end of the prompt is, though a first token may be a whole answer.
+        self._answers = "batch" in ROLES[worker.role].duties
         self._ends: Counter[str] = Counter({"finished": 0, "failed": 0, "refused": 0})
         self._cached: Counter[str] = Counter(dict.fromkeys(SOURCES, 0))
         self._preemptions = 0
@@ -63,7 +65,7 @@ class WorkerMetrics(Collector):
         """An answer to an order goes out."""
         match event:
             case PrefillFinished():
-                self._ends["finished"] += 1
+                self._ends["finished"] += not self._answers
                 self._queue.observe(event.queue_ns)
                 self._compute.observe(event.compute_ns)
                 self._push.observe(event.push_ns)
@@ -75,7 +77,7 @@ class WorkerMetrics(Collector):
             case DecodeStarted():
                 self._kv_wait.observe(event.wait_ns)
             case RequestFinished():
-                self._ends["finished"] += 1
+                self._ends["finished"] += self._answers
                 self._preemptions += event.preemptions
             case PrefillFailed() | DecodeFailed():
                 self._ends["failed"] += 1

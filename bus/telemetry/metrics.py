@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -64,29 +65,41 @@ STEP_S = (
 Values = Mapping[Any, float]
 
 
-class Times:
-    """A histogram of durations for one thread, without a lock."""
+class Buckets:
+    """A histogram of whole numbers for one thread, without a lock."""
 
-    __slots__ = ("_bounds_ns", "_bounds_s", "counts", "sum_ns")
+    __slots__ = ("_bounds", "_names", "_sum", "_unit", "counts")
 
-    def __init__(self, bounds_s: Sequence[float]) -> None:
-        self._bounds_s = bounds_s
-        self._bounds_ns = [int(bound * SECOND_NS) for bound in bounds_s]
-        self.counts = [0] * (len(bounds_s) + 1)
-        self.sum_ns = 0
+    def __init__(self, bounds: Sequence[float], *, unit: int = 1) -> None:
+        """`bounds`: in Prometheus' unit, of which one is `unit` of what is observed."""
+        self._unit = unit
+        self._names = [str(float(bound)) for bound in bounds]
+        self._bounds = [int(bound * unit) for bound in bounds]
+        self.counts = [0] * (len(bounds) + 1)
+        self._sum = 0
 
-    def observe(self, ns: int) -> None:
-        self.counts[bisect_left(self._bounds_ns, ns)] += 1
-        self.sum_ns += ns
+    def observe(self, number: int, times: int = 1) -> None:
+        """`times`: so often."""
+        self.counts[bisect_left(self._bounds, number)] += times
+        self._sum += number * times
+
+    @property
+    def sum(self) -> float:
+        """In Prometheus' unit."""
+        return self._sum / self._unit
 
     def buckets(self) -> list[tuple[str, float]]:
         """As Prometheus has them: each bound with how many were at most that."""
-        found: list[tuple[str, float]] = []
-        total = 0
-        for bound, count in zip((*map(str, self._bounds_s), "+Inf"), self.counts, strict=True):
-            total += count
-            found.append((bound, total))
-        return found
+        return list(zip((*self._names, "+Inf"), accumulate(self.counts), strict=True))
+
+
+class Times(Buckets):
+    """A histogram of durations: ns are observed, and shown in seconds."""
+
+    __slots__ = ()
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        super().__init__(bounds_s, unit=SECOND_NS)
 
 
 def counter(name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
@@ -104,10 +117,10 @@ def gauge(name: str, text: str, labels: Sequence[str], values: Values) -> Metric
     return family
 
 
-def histogram(name: str, text: str, labels: Sequence[str], values: Mapping[Any, Times]) -> Metric:
+def histogram(name: str, text: str, labels: Sequence[str], values: Mapping[Any, Buckets]) -> Metric:
     family = HistogramMetricFamily(name, text, labels=labels)
-    for key, times in values.items():
-        family.add_metric(key, times.buckets(), times.sum_ns / SECOND_NS)
+    for key, buckets in values.items():
+        family.add_metric(key, buckets.buckets(), buckets.sum)
     return family
 
 

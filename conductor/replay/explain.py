@@ -17,6 +17,7 @@ from halfmoon.conductor.replay.reasons import (
 )
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.schemas.decisions import Fetch
+from halfmoon.schemas.events import RequestFinished
 from halfmoon.schemas.lending import KvPart
 from halfmoon.schemas.roles import ROLES, WorkerRole
 from halfmoon.schemas.similar import Reference, ReferencePart
@@ -108,10 +109,11 @@ def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
     ]
     found += [_corrected(worker_id, *correction) for worker_id, correction in why.corrections.items()]
     if isinstance(why.verdict, Placement) and why.corrections:
-        found.append(
-            f"predicted: first token {duration(why.verdict.predicted.ttft_ns)}; between tokens "
-            f"{duration(why.verdict.predicted.tbt_ns)}, the longest intervals in the batch that will be"
-        )
+        predicted = f"predicted: first token {duration(why.verdict.predicted.ttft_ns)}"
+        if chosen(why.verdict)[1]:
+            longest = duration(why.verdict.predicted.tbt_ns)
+            predicted += f"; between tokens {longest}, the longest intervals in the batch that will be"
+        found.append(predicted)
     taken = chosen(why.verdict)[0]
     reasons = mixed_reasons(why, taken)
     found += [f"{mixed_line(c, taken)}; {reasons[c.worker_id]}" for c in why.mixed]
@@ -381,12 +383,15 @@ def _ended(history: RequestHistory) -> str:
         case "finished":
             assert history.finished is not None
             done = history.finished
-            return (
-                f"finished{took} ({done.finish_reason}): {done.completion_tokens} tokens, first token "
-                f"{duration(done.ttft_ns)}, between tokens {duration(done.tbt_ns)}"
-            )
+            return f"finished{took} ({done.finish_reason}): {done.completion_tokens} tokens, {answer_times(done)}"
         case _:
             return f"{history.ending}{took}: {history.reason or 'no reason was given'}"
+
+
+def answer_times(done: RequestFinished) -> str:
+    """A single token has none before it."""
+    first = f"first token {duration(done.ttft_ns)}"
+    return first if done.completion_tokens == 1 else f"{first}, between tokens {duration(done.tbt_ns)}"
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:

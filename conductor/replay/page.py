@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from halfmoon.conductor.replay.explain import decided_rows
+from halfmoon.conductor.replay.explain import answer_times, decided_rows
 from halfmoon.conductor.replay.histories import RequestHistory
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.conductor.replay.timeline import Bar, Timeline
@@ -93,10 +93,7 @@ def _ending(history: RequestHistory) -> str:
     done = history.finished
     if done is None:
         return history.reason
-    return (
-        f"{done.completion_tokens} tokens ({done.finish_reason}), first token {duration(done.ttft_ns)}, "
-        f"between tokens {duration(done.tbt_ns)}"
-    )
+    return f"{done.completion_tokens} tokens ({done.finish_reason}), {answer_times(done)}"
 
 
 def _bar(bar: Bar, lanes: dict[str, int]) -> list[Any]:

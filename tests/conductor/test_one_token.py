@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from conductor_scripts import (
     MS,
@@ -21,7 +22,7 @@ from conductor_scripts import (
 
 from halfmoon.conductor.core.explanation import Explanation
 from halfmoon.conductor.core.step_output import explain_all
-from halfmoon.conductor.replay.explain import remarks, verdict_text
+from halfmoon.conductor.replay.explain import answer_times, remarks, verdict_text
 from halfmoon.schemas.decisions import CancelOrder, RejectRequest, StartDecode, StartMixed, StartPrefill
 from halfmoon.schemas.events import Event, FrontendJoined, RequestCancelled, WorkerHeartbeat, WorkerLeft
 
@@ -155,3 +156,9 @@ def test_its_explanation_speaks_of_no_decode_worker() -> None:
     assert isinstance(why, Explanation)
     assert verdict_text(why) == "placed on p0, whose first token is the whole answer"
     assert not [line for line in remarks(why, None) if "d0" in line]
+    corrected = msgspec.structs.replace(why, corrections={"p0": ("prefill", 1_500, 0)})
+    (predicted,) = [line for line in remarks(corrected, None) if line.startswith("predicted")]
+    assert predicted.startswith("predicted: first token ")
+    assert ";" not in predicted
+    done = finished("1-0", worker_id="p0", completion_tokens=1, ttft_ns=5 * MS, decode_ns=0)
+    assert answer_times(done) == "first token 5.0 ms"

@@ -25,14 +25,24 @@ from halfmoon.cli.metrics import Targets, address
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.conductor.live import shell
 from halfmoon.conductor.live.metrics import ConductorMetrics
-from halfmoon.schemas.events import Endpoint, StateDigested, StoreHeartbeat, StoreJoined, StoreSuspected
+from halfmoon.schemas.events import (
+    Endpoint,
+    PrefillFinished,
+    RequestFinished,
+    StateDigested,
+    StoreHeartbeat,
+    StoreJoined,
+    StoreSuspected,
+)
 from halfmoon.schemas.numbers import tbt_ns
 from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.roles import WorkerRole
 from halfmoon.store.errors import HolderUnreachable
 from halfmoon.store.pool.segment import Geometry
 from halfmoon.store.transports.base import Call, Peer, Slice, TransportKind
 from halfmoon.store.transports.engine import TransferEngine
 from halfmoon.workers.frontend.slo import ClusterSlo
+from halfmoon.workers.worker_metrics import WorkerMetrics
 from tests.eventually import eventually
 from tests.observability.parts import SMALL, shown
 from tests.ports import HeldPorts
@@ -55,16 +65,43 @@ def test_a_histogram_puts_each_value_into_its_bucket() -> None:
     times = Times((0.001, 0.01, 1))
     for ns in (0, 1 * MS, 1 * MS + 1, 10 * MS, 11 * MS, 999 * MS, 5000 * MS):
         times.observe(ns)
+    times.observe(2 * MS, 3)
     registry = CollectorRegistry()
     registry.register(Shown(histogram("x_seconds", "X.", ("way",), {("in",): times})))  # type: ignore[arg-type]
     assert shown(registry) == {
         "x_seconds_bucket{le=0.001,way=in}": 2,
-        "x_seconds_bucket{le=0.01,way=in}": 4,
-        "x_seconds_bucket{le=1,way=in}": 6,
-        "x_seconds_bucket{le=+Inf,way=in}": 7,
-        "x_seconds_count{way=in}": 7,
-        "x_seconds_sum{way=in}": pytest.approx(6.022000001),
+        "x_seconds_bucket{le=0.01,way=in}": 7,
+        "x_seconds_bucket{le=1.0,way=in}": 9,
+        "x_seconds_bucket{le=+Inf,way=in}": 10,
+        "x_seconds_count{way=in}": 10,
+        "x_seconds_sum{way=in}": pytest.approx(6.028000001),
     }
+
+
+# A prefill worker reports the end of a request of one token too, and a mixed worker that of its prompt.
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("role", "both"), [("prefill", True), ("prefill", False), ("mixed", True), ("decode", False)]
+)
+def test_an_order_is_counted_once_whoever_answers(role: WorkerRole, both: bool) -> None:
+    class Worker:
+        def orders_open(self) -> int:
+            return 0
+
+        def kv_blocks_used(self) -> int:
+            return 0
+
+    worker = Worker()
+    worker.role = role  # type: ignore[attr-defined]
+    metrics = WorkerMetrics(worker, node_id="n", model="m", kv_blocks=1)  # type: ignore[arg-type]
+    of = {"order_id": "1-0", "request_id": "r", "worker_id": "w"}
+    if both or role == "decode":
+        metrics.saw(RequestFinished(finish_reason="length", completion_tokens=1, **of))
+    if both or role == "prefill":
+        metrics.saw(PrefillFinished(queue_ns=0, transfer_ns=0, compute_ns=0, **of))
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    assert shown(registry)["halfmoon_orders_total{result=finished}"] == 1
 
 
 def test_a_request_holds_its_own_slo_or_else_the_clusters() -> None:

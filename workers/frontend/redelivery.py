@@ -107,7 +107,7 @@ class Redelivery:
         if not request.resending and request.decode_worker:
             request.resending = True
             request.polled_at_ns = time.monotonic_ns()
-            self._registry.metrics.resends.inc()
+            self._registry.metrics.resends += 1
             self._registry.spawn(self._repair(request))
 
     async def _repair(self, request: OpenRequest) -> None:

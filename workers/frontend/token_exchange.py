@@ -100,7 +100,7 @@ class TokenExchange:
         )
         self._give(order.order_id, request.take(ask), prefill_id, decode_id)
         if resumes:
-            self._requests.metrics.resumed.inc()
+            self._requests.metrics.resumed += 1
 
     def _give(self, order_id: str, taken: TakeReply, prefill_id: str, decode_id: str) -> None:
         send, me = self._requests.bus.nc.send, self._requests.config.frontend_id
