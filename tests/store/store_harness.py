@@ -14,9 +14,11 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.subjects import kv_for
 from halfmoon.store.agent.agent import StoreAgent
 from halfmoon.store.agent_client import AgentClient
+from halfmoon.store.client import StoreClient
 from halfmoon.store.config import StoreConfig
 from tests.eventually import BOUND_S, eventually
 from tests.guardian import cluster_name
+from tests.nats_in_process import run_at
 
 #: Sequences for decisions that tests give: a stream drops a second decision of the same identity.
 CAUSES = itertools.count(1)
@@ -138,3 +140,25 @@ def layers_told(heard: list[KvMessage]) -> list[tuple[int, int]]:
 async def until(true: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> None:
     """Waits for it; fails when it does not come."""
     await eventually(true, "what the test waits for", every_s=0.01)
+
+
+Story = Callable[[Cluster], Awaitable[None]]
+
+
+def tell(url: str, story: Story) -> None:
+    """Runs a story on a fresh cluster."""
+
+    async def run() -> None:
+        async with cluster(url) as here:
+            await story(here)
+
+    run_at(url, run())
+
+
+async def open_client(
+    here: Cluster, node_id: str, tenant: str = "", peers: tuple[str, ...] = ()
+) -> StoreClient:
+    """Closed with the cluster."""
+    client = await StoreClient.connect(here.url, node_id=node_id, tenant=tenant, peers=peers)
+    here.stack.push_async_callback(client.close)
+    return client

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from store_harness import Cluster, cluster, keys, layers_told, until
+from store_harness import Cluster, keys, layers_told, tell, until
 
 from halfmoon.schemas.kv import KvLoaded, TransferOpened
 from halfmoon.schemas.store import QueuePair, RemoteMemory, ReserveBlocks, Reserved
 from halfmoon.store.agent.serving.serve_peers import PeerService
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import BlockMissing, StoreError, TransferError, TransferRefused
-from tests.nats_in_process import run_at
-
-Story = Callable[[Cluster], Awaitable[None]]
-
-
-def tell(url: str, story: Story) -> None:
-    """Runs a story on a fresh cluster."""
-
-    async def run() -> None:
-        async with cluster(url) as here:
-            await story(here)
-
-    run_at(url, run())
 
 
 def fill(client: AgentClient, slots: list[int], seed: int) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 import numpy as np
 import pytest
 import torch
-from store_harness import Cluster, cluster, until
+from store_harness import Cluster, open_client, tell, until
 
-from halfmoon.store.client import StoreClient, key_of
+from halfmoon.store.client import key_of
 from halfmoon.store.errors import (
     BlockMissing,
     BytesCorrupted,
@@ -21,31 +19,13 @@ from halfmoon.store.errors import (
     WrongSize,
     WrongTenant,
 )
-from tests.nats_in_process import run_at
 
 BLOCK = 4 * 8192
-Story = Callable[[Cluster], Awaitable[None]]
-
-
-def tell(url: str, story: Story) -> None:
-    async def run() -> None:
-        async with cluster(url) as here:
-            await story(here)
-
-    run_at(url, run())
 
 
 def value(number: int) -> np.ndarray:
     """A block of its own for each number."""
     return np.random.default_rng(number).integers(0, 256, BLOCK, np.uint8)
-
-
-async def open_client(
-    here: Cluster, node_id: str, tenant: str = "", peers: tuple[str, ...] = ()
-) -> StoreClient:
-    client = await StoreClient.connect(here.url, node_id=node_id, tenant=tenant, peers=peers)
-    here.stack.push_async_callback(client.close)
-    return client
 
 
 def idle(here: Cluster, node_id: str) -> bool:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 import numpy as np
 import pytest
-from store_harness import Cluster, cluster
+from store_harness import Cluster, open_client, tell
 
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.adapters import row_client
@@ -29,12 +26,9 @@ def empty(size: int, count: int = len(KEYS)) -> list[np.ndarray]:
     return [np.zeros(size, np.uint8) for _ in range(count)]
 
 
-@asynccontextmanager
-async def store(here: Cluster, *, block_bytes: int = BLOCK, layers: int = 1) -> AsyncIterator[StoreClient]:
-    if "n1" not in here.agents:
-        await here.agent("n1", layout=Layout.opaque(block_bytes, layers), slots=64, data_port=-1)
-    async with await StoreClient.connect(here.url, node_id="n1") as client:
-        yield client
+async def store(here: Cluster, *, block_bytes: int = BLOCK, layers: int = 1) -> StoreClient:
+    await here.agent("n1", layout=Layout.opaque(block_bytes, layers), slots=64, data_port=-1)
+    return await open_client(here, "n1")
 
 
 def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
@@ -42,12 +36,15 @@ def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 
 
 # A connector's agent, whose blocks have layers, holds rows as well.
+@pytest.mark.pure
 @pytest.mark.parametrize(("block_bytes", "layers"), [(BLOCK, 1), (2 * BLOCK, 2)])
-async def test_engines_with_rows_of_two_lengths_share_an_agent(
+def test_engines_with_rows_of_two_lengths_share_an_agent(
     nats_url: str, block_bytes: int, layers: int
 ) -> None:
     lengths = (4 * BLOCK, 6 * BLOCK + 3 * 1024)
-    async with cluster(nats_url) as here, store(here, block_bytes=block_bytes, layers=layers) as client:
+
+    async def story(here: Cluster) -> None:
+        client = await store(here, block_bytes=block_bytes, layers=layers)
         engines = [(RowClient(client, size), drawn(size, seed=size)) for size in lengths]
         for number, (rows, given) in enumerate(engines):
             keys = [key_of(f"engine {number} {key.hex()}") for key in KEYS]
@@ -64,12 +61,14 @@ async def test_engines_with_rows_of_two_lengths_share_an_agent(
             assert same(into[:4], given[:4])
             assert not into[4].any()
 
+    tell(nats_url, story)
 
+
+@pytest.mark.pure
 @pytest.mark.parametrize("size", ROWS)
-async def test_a_row_of_which_a_block_is_gone_is_missing_until_it_is_stored_again(
-    nats_url: str, size: int
-) -> None:
-    async with cluster(nats_url) as here, store(here) as client:
+def test_a_row_of_which_a_block_is_gone_is_missing_until_it_is_stored_again(nats_url: str, size: int) -> None:
+    async def story(here: Cluster) -> None:
+        client = await store(here)
         rows, given = RowClient(client, size), drawn(size)
         await rows.batch_put(dict(zip(KEYS, given, strict=True)))
         for part in (0, -1):
@@ -90,10 +89,15 @@ async def test_a_row_of_which_a_block_is_gone_is_missing_until_it_is_stored_agai
         assert await rows.batch_get_into(KEYS, into) == [None] * 5
         assert same(into, given)
 
+    tell(nats_url, story)
 
-async def test_many_rows_go_in_exchanges_of_few_keys(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.pure
+def test_many_rows_go_in_exchanges_of_few_keys(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_client, "KEYS_MAX", 7)
-    async with cluster(nats_url) as here, store(here) as client:
+
+    async def story(here: Cluster) -> None:
+        client = await store(here)
         asked: list[int] = []
         probe = client.batch_exists
         monkeypatch.setattr(client, "batch_exists", lambda keys: asked.append(len(keys)) or probe(keys))
@@ -105,31 +109,38 @@ async def test_many_rows_go_in_exchanges_of_few_keys(nats_url: str, monkeypatch:
         assert await rows.batch_get_into(KEYS, into) == [None] * 5
         assert same(into, given)
 
+    tell(nats_url, story)
 
-async def test_nodes_whose_blocks_have_other_lengths_give_each_other_no_part_of_a_row(nats_url: str) -> None:
+
+@pytest.mark.pure
+def test_nodes_whose_blocks_have_other_lengths_give_each_other_no_part_of_a_row(nats_url: str) -> None:
     size = 8 * BLOCK
-    async with cluster(nats_url) as here:
+
+    async def story(here: Cluster) -> None:
         for node, block_bytes in (("n1", BLOCK), ("n2", 2 * BLOCK), ("n3", size), ("n4", BLOCK)):
             await here.agent(node, layout=Layout.opaque(block_bytes))
-        near = await StoreClient.connect(nats_url, node_id="n1")
-        async with near:
-            given = drawn(size, 1)
-            assert await RowClient(near, size).batch_put({KEYS[0]: given[0]}) == [None]
+        near = await open_client(here, "n1")
+        given = drawn(size, 1)
+        assert await RowClient(near, size).batch_put({KEYS[0]: given[0]}) == [None]
         for node, found in (("n2", False), ("n3", False), ("n4", True)):
-            far = await StoreClient.connect(nats_url, node_id=node, peers=["n1"])
-            async with far:
-                rows, into = RowClient(far, size), empty(size, 1)
-                assert await rows.batch_exists(KEYS[:1]) == [found]
-                (answer,) = await rows.batch_get_into(KEYS[:1], into)
-                assert (answer is None, same(into, given)) == (found, found)
+            rows, into = RowClient(await open_client(here, node, peers=("n1",)), size), empty(size, 1)
+            assert await rows.batch_exists(KEYS[:1]) == [found]
+            (answer,) = await rows.batch_get_into(KEYS[:1], into)
+            assert (answer is None, same(into, given)) == (found, found)
+
+    tell(nats_url, story)
 
 
-async def test_a_store_that_does_not_answer_is_no_miss(nats_url: str) -> None:
-    async with cluster(nats_url) as here, store(here) as client:
+@pytest.mark.pure
+def test_a_store_that_does_not_answer_is_no_miss(nats_url: str) -> None:
+    async def story(here: Cluster) -> None:
+        client = await store(here)
         rows = RowClient(client, ROWS[0])
         await here.agents["n1"].stop()
         (answer,) = await rows.batch_get_into(KEYS[:1], empty(ROWS[0], 1))
         assert isinstance(answer, AgentUnreachable)
+
+    tell(nats_url, story)
 
 
 @pytest.mark.pure

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from store_harness import CAUSES, Cluster, cluster, until
+from store_harness import CAUSES, Cluster, tell, until
 from test_failures import BIG, node_process
 
 from halfmoon.bus.connection import Bus
@@ -26,15 +26,6 @@ from halfmoon.store.errors import HolderUnreachable, StoreError
 from halfmoon.store.locate import find_holders
 from halfmoon.store.pool.slots import tenant_mark
 from tests.eventually import BOUND_S
-from tests.nats_in_process import run_at
-
-
-def tell(url: str, story: Callable[[Cluster], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with cluster(url) as here:
-            await story(here)
-
-    run_at(url, run())
 
 
 def key(number: int) -> bytes:

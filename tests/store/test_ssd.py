@@ -7,13 +7,12 @@ import fcntl
 import math
 import os
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from store_harness import Cluster, cluster, layout, until
+from store_harness import Cluster, layout, tell, until
 
 from halfmoon.schemas.events import BlocksEvicted, BlocksStored, StoreInventory, TierLost
 from halfmoon.schemas.keys import split_keys
@@ -25,24 +24,14 @@ from halfmoon.store.errors import BlockMissing, WrongTenant
 from halfmoon.store.tiers.ssd import SsdTier
 from halfmoon.store.tiers.ssd_file import ENTRY_BYTES, PAGE_BYTES, Entry, NoRoomForTier, SsdFile, TierError
 from tests.eventually import BOUND_S
-from tests.nats_in_process import run_at
 
 BLOCK = 4 * 8192
 MIB = 1 << 20
-Story = Callable[[Cluster], Awaitable[None]]
 
 
 @pytest.fixture(autouse=True)
 def _saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfmoon.store.tiers.ssd.IDLE_S", 0.002)
-
-
-def tell(url: str, story: Story) -> None:
-    async def run() -> None:
-        async with cluster(url) as here:
-            await story(here)
-
-    run_at(url, run())
 
 
 def value(number: int) -> np.ndarray:

@@ -61,44 +61,29 @@ def test_the_tier_fits_the_classes_of_the_installed_vllm_and_carries_rows_throug
 
 
 @no_model
+# Rows of one length, each a block; and of two engines' lengths: ten blocks of the one's, and five of the other's.
+@pytest.mark.parametrize(
+    ("block_bytes", "kinds"), [(BLOCK_BYTES, ["float32"]), (BLOCK_BYTES // 10, ["float32", "bfloat16"])]
+)
 def test_an_engine_that_starts_again_reads_its_prompts_from_the_store_and_says_the_same(
-    tmp_path: Path,
+    tmp_path: Path, block_bytes: int, kinds: list[str]
 ) -> None:
     text = (ROOT / "docs" / "store.md").read_text()
     prompts = [text[first : first + 1500] for first in (0, 3000, 6000)]
-    with store(tmp_path, BLOCK_BYTES, 256) as (url, node):
-        with engine(tmp_path, url, node) as cold:
-            said = [told(cold, prompt) for prompt in prompts]
-            assert counted(cold, HITS) == 0
-            kept = stored(cold, 3 * 8)
-        with engine(tmp_path, url, node) as warm:
-            assert [told(warm, prompt) for prompt in prompts] == said
-            hits, loaded = counted(warm, HITS), counted(warm, f'{EVENTS}{{event="blocks_loaded"')
-    with engine(tmp_path, url, node, connect_s=0.1) as alone:  # the store is gone, and its nats-server
-        assert [told(alone, prompt) for prompt in prompts] == said
-        assert counted(alone, HITS) == 0
-    print(f"blocks stored {kept}, loaded {loaded}; tokens of external hits {hits}")
-    assert loaded >= 3 * 8
-    assert hits == 32 * loaded
-
-
-@no_model
-def test_engines_whose_rows_have_two_lengths_share_an_agent(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "vllm.md").read_text()
-    prompts = [text[first : first + 1500] for first in (0, 3000)]
     said: dict[str, list[list[int]]] = {}
-    kinds = ("float32", "bfloat16")
-    # A row takes ten blocks of the one, and five of the other.
-    with store(tmp_path, BLOCK_BYTES // 10, 512) as (url, node):
+    with store(tmp_path, block_bytes, 512) as (url, node):
         for dtype in kinds:
             with engine(tmp_path, url, node, "--dtype", dtype) as cold:
                 said[dtype] = [told(cold, prompt) for prompt in prompts]
                 assert counted(cold, HITS) == 0
-                stored(cold, 2 * 8)
+                print(f"{dtype}: rows stored {stored(cold, 3 * 8)}")
         for dtype in kinds:
             with engine(tmp_path, url, node, "--dtype", dtype) as warm:
                 assert [told(warm, prompt) for prompt in prompts] == said[dtype]
-                loaded = counted(warm, f'{EVENTS}{{event="blocks_loaded"')
-                print(f"{dtype}: rows loaded {loaded}; tokens of external hits {counted(warm, HITS)}")
-                assert loaded >= 2 * 8
-                assert counted(warm, HITS) == 32 * loaded
+                hits, loaded = counted(warm, HITS), counted(warm, f'{EVENTS}{{event="blocks_loaded"')
+                print(f"{dtype}: rows loaded {loaded}; tokens of external hits {hits}")
+                assert loaded >= 3 * 8
+                assert hits == 32 * loaded
+    with engine(tmp_path, url, node, connect_s=0.1) as alone:  # the store is gone, and its nats-server
+        assert [told(alone, prompt) for prompt in prompts] == said["float32"]
+        assert counted(alone, HITS) == 0
