@@ -113,12 +113,12 @@ def spin(cpu_us: float) -> None:
         pass
 
 
-def measure(steps: int, step_ms: float, arrivals: int) -> dict[str, Any]:
+def measure(steps: int, step_ms: float, arrivals: int, row_blocks: int) -> dict[str, Any]:
     node = f"b{uuid.uuid4().hex[:8]}"
     with tempfile.TemporaryDirectory() as directory:
         server = EmbeddedServer.start(Path(directory))
         words = ["--nats", server.url, "--cluster", node, "--node", node, "--data-port", "-1"]
-        size = ["--block-bytes", f"{ROW}", "--pool-mib", f"{POOL_MIB}"]
+        size = ["--block-bytes", f"{ROW // row_blocks}", "--pool-mib", f"{POOL_MIB}"]
         agent = subprocess.Popen([sys.executable, "-m", "halfmoon.cli.main", "store", *words, *size])
         try:
             rows = np.ones((ROWS, ROW), np.uint8)
@@ -152,17 +152,25 @@ def main() -> None:
     options.add_argument(
         "--arrivals", type=int, default=1, help="requests a step, while there is room for them"
     )
+    options.add_argument(
+        "--row-blocks",
+        type=int,
+        choices=[1, 2, 4, 8, 16, 32, 64],
+        default=1,
+        help="blocks of the store in a row",
+    )
     args = parsed(options, steps=50)
-    found = measure(args.steps, args.step_ms, args.arrivals)
+    found = measure(args.steps, args.step_ms, args.arrivals, args.row_blocks)
     lines = [
         f"{name} a step: {', '.join(f'{at} {value:,.0f}' for at, value in found[key].items())} us"
         for name, key in (("time", "step_us"), ("CPU", "step_cpu_us"), ("a loop alone, time", "alone_us"))
     ]
     lines.append(
-        f"{found['steps']:,} steps: {found['lookups']:,} lookups, {found['loaded']:,} blocks loaded,"
+        f"{found['steps']:,} steps: {found['lookups']:,} lookups, {found['loaded']:,} rows loaded,"
         f" {found['stored']:,} stored"
     )
-    finish(args, {"step_ms": args.step_ms, "arrivals": args.arrivals, "block_bytes": ROW, **found}, lines)
+    shape = {"block_bytes": ROW, "row_blocks": args.row_blocks}
+    finish(args, {"step_ms": args.step_ms, "arrivals": args.arrivals, **shape, **found}, lines)
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ def test_a_store_that_dies_is_a_miss_and_is_used_again(tmp_path: Path) -> None:
 
 
 def test_a_wrong_option_and_another_size_are_named(tmp_path: Path) -> None:
-    with store(tmp_path, 4096, 1) as (url, node):
+    with store(tmp_path, 3 * BLOCK_BYTES, 4) as (url, node):
         with pytest.raises(ValueError, match=r"extra-config: halfmoon: .*`nodes`"):
             backend(url, node, HostPool(), nodes="x")
         with pytest.raises(ValueError, match=f"this engine's have {BLOCK_BYTES}: halfmoon store"):
