@@ -7,7 +7,7 @@ import pytest
 import torch
 from store_harness import Cluster, open_client, tell, until
 
-from halfmoon.store.client import key_of
+from halfmoon.store.client import INLINE_BYTES, key_of
 from halfmoon.store.errors import (
     BlockMissing,
     BytesCorrupted,
@@ -72,6 +72,27 @@ def test_a_put_of_a_key_that_is_there_keeps_its_value(nats_url: str) -> None:
         await client.put(key_of("a"), value(2))
         async with await client.get(key_of("a")) as held:
             assert held.array.tobytes() == value(1).tobytes()
+
+    tell(nats_url, story)
+
+
+@pytest.mark.pure
+def test_each_block_that_went_bad_in_memory_is_named_where_copies_are_compared(nats_url: str) -> None:
+    async def story(here: Cluster) -> None:
+        agent = await here.agent("n1")
+        client = await open_client(here, "n1")
+        # More than are compared at a time.
+        names = [key_of(f"block {number}") for number in range(2 * INLINE_BYTES // BLOCK + 3)]
+        await client.batch_put({name: value(number) for number, name in enumerate(names)})
+        bad = (2, len(names) - 1)
+        for number in bad:
+            slot = agent.context.guard.find(names[number])
+            assert slot is not None
+            agent.context.view.blocks[slot, 1, 5] ^= 1
+        into = [np.zeros(BLOCK, np.uint8) for _ in names]
+        answers = await client.batch_get_into(names, into, verify=True)
+        assert [at for at, answer in enumerate(answers) if isinstance(answer, BytesCorrupted)] == list(bad)
+        assert await client.batch_get_into(names, into) == [None] * len(names)
 
     tell(nats_url, story)
 
