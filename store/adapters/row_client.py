@@ -47,17 +47,19 @@ class RowClient:
     async def batch_exists(self, keys: Sequence[bytes]) -> list[bool | StoreError]:
         """As `StoreClient.batch_exists`: an error where the row may be there."""
         found: list[bool | StoreError] = []
-        for some in self._batches(keys):
-            answers = await self._client.batch_exists(self._block_keys(some))
+        for part in self._batches(len(keys)):
+            answers = await self._client.batch_exists(self._block_keys(keys[part]))
             found += [_worst(of_row) for of_row in self._by_row(answers)]
         return found
 
     async def batch_put(self, values: Mapping[bytes, Row]) -> list[StoreError | None]:
         """As `StoreClient.batch_put`. What it stored of a row that failed stays until it is evicted."""
         stored: list[StoreError | None] = []
-        for keys in self._batches(list(values)):
-            blocks = [block for key in keys for block in self._blocks(values[key], filled=True)]
-            answers = await self._client.batch_put(dict(zip(self._block_keys(keys), blocks, strict=True)))
+        keys, rows = list(values), list(values.values())
+        for part in self._batches(len(keys)):
+            blocks = [block for row in rows[part] for block in self._blocks(row, filled=True)]
+            block_keys = self._block_keys(keys[part])
+            answers = await self._client.batch_put(dict(zip(block_keys, blocks, strict=True)))
             stored += [_first(of_row) for of_row in self._by_row(answers)]
         return stored
 
@@ -66,23 +68,20 @@ class RowClient:
     ) -> list[StoreError | None]:
         """As `StoreClient.batch_get_into`. A row that failed may have some of its bytes."""
         moved: list[StoreError | None] = []
-        for first in range(0, len(keys), self._rows_at_once):
-            end = first + self._rows_at_once
-            some, rows = keys[first:end], into[first:end]
-            blocks = [block for row in rows for block in self._blocks(row, filled=False)]
-            answers = await self._client.batch_get_into(self._block_keys(some), blocks, verify=verify)
+        for part in self._batches(len(keys)):
+            blocks = [block for row in into[part] for block in self._blocks(row, filled=False)]
+            answers = await self._client.batch_get_into(self._block_keys(keys[part]), blocks, verify=verify)
             problems = [_first(of_row) for of_row in self._by_row(answers)]
-            for row, last, problem in zip(
-                rows, blocks[self._parts - 1 :: self._parts], problems, strict=True
-            ):
+            lasts = blocks[self._parts - 1 :: self._parts]
+            for row, last, problem in zip(into[part], lasts, problems, strict=True):
                 if problem is None:
                     self._take_last(row, last)
             moved += problems
         return moved
 
-    def _batches(self, keys: Sequence[bytes]) -> list[Sequence[bytes]]:
+    def _batches(self, rows: int) -> list[slice]:
         each = self._rows_at_once
-        return [keys[first : first + each] for first in range(0, len(keys), each)]
+        return [slice(first, first + each) for first in range(0, rows, each)]
 
     def _by_row(self, answers: Sequence[T]) -> list[Sequence[T]]:
         return [answers[first : first + self._parts] for first in range(0, len(answers), self._parts)]

@@ -140,7 +140,7 @@ async def processes(url: str, scratch: Path) -> AsyncIterator[dict[str, Collecto
         state = AdapterState(facts, CostProfile(), words=VllmWords("e"))
         registries["mixed"].register(AdapterMetrics(mirror, state))
         of_frontend = process_registry(one := await bus("f"), role="frontend", process_id="f")
-        registries["frontend"] = FrontendMetrics(MODEL, of_frontend).registry
+        registries["frontend"] = FrontendMetrics(MODEL, {}, of_frontend).registry
         seeing = FrontendConfig(frontend_id="f", model=MODEL, log_directory=str(scratch))
         of_frontend.register(LogDisk(LogHealth(one, seeing), seeing))
         yield registries

@@ -7,7 +7,7 @@ is of one kind of process, so that a sum over a cluster counts nothing twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry
@@ -55,12 +55,15 @@ class LogDisk(Collector):
 class FrontendMetrics(Collector):
     """Metrics of a frontend's requests. Label `model_name` as dashboards expect it."""
 
-    def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
+    def __init__(
+        self, model: str, requests: Mapping[str, OpenRequest], registry: CollectorRegistry | None = None
+    ) -> None:
+        """`requests`: those that are open, whenever it is asked."""
         self.registry = registry or CollectorRegistry(auto_describe=True)
+        self._requests = requests
         self.slo = ClusterSlo()
         self.resumed = self.resends = 0
         self._model = (model,)
-        self._running = self._waiting = 0
         self._prompt_tokens = self._generation_tokens = self._prefix_queries = self._prefix_hits = 0
         self._ttft, self._e2e, self._queue, self._prefill = (Times(LATENCY_S) for _ in range(4))
         self._decode, self._transfer, self._handover = (Times(LATENCY_S) for _ in range(3))
@@ -114,10 +117,6 @@ class FrontendMetrics(Collector):
         if result:
             self._slo_results[result] += 1
 
-    def show_open(self, requests: Collection[OpenRequest]) -> None:
-        self._running = sum(request.first_at_ns > 0 for request in requests)
-        self._waiting = len(requests) - self._running
-
     def rejected(self, reason: str) -> None:
         self._rejections[reason] += 1
 
@@ -131,9 +130,10 @@ class FrontendMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         model = self._model
+        running = sum(request.first_at_ns > 0 for request in self._requests.values())
         for name, text, number in (
-            ("vllm:num_requests_running", "Requests that have their first token.", self._running),
-            ("vllm:num_requests_waiting", "Requests without a first token.", self._waiting),
+            ("vllm:num_requests_running", "Requests that have their first token.", running),
+            ("vllm:num_requests_waiting", "Requests without a first token.", len(self._requests) - running),
         ):
             yield gauge(name, text, _MODEL, {model: number})
         for name, text, number in (

@@ -63,14 +63,14 @@ class RequestRegistry:
         self.tokenizer = tokenizer
         self._layout = layout
         of_process = process_registry(bus, role="frontend", process_id=config.frontend_id)
-        self.metrics = FrontendMetrics(config.model, of_process)
+        self.requests: dict[str, OpenRequest] = {}
+        self.metrics = FrontendMetrics(config.model, self.requests, of_process)
         self.log_health = LogHealth(bus, config)
         of_process.register(LogDisk(self.log_health, config))
         self.intake = RequestIntake(config, tokenizer, layout, payload_bytes_max=bus.nc.max_payload)
         self.prompts = self.intake.prompts
         #: Of the KVCache: requests share whole blocks.
         self.block_tokens = layout.block_tokens
-        self.requests: dict[str, OpenRequest] = {}
         self.draining = self.paused = False
         self._joined = asyncio.Event()
         self.started_at_s = int(time.time())
@@ -296,5 +296,4 @@ class RequestRegistry:
                 self.bus.append_soon(beat, source_id=source_id)
             for request in list(self.requests.values()):
                 self.exchange.redelivery.watch(request, now_ns)
-            self.metrics.show_open(self.requests.values())
             await asyncio.sleep(min(_TICK_S, self.config.heartbeat_ns / SECOND_NS))

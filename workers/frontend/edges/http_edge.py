@@ -258,7 +258,6 @@ class HttpEdge:
         return _json({"status": "ready"})
 
     async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:
-        self._registry.metrics.show_open(self._registry.requests.values())
         return web.Response(
             body=exposition(self._registry.metrics.registry), headers={"content-type": CONTENT_TYPE}
         )
