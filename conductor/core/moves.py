@@ -90,15 +90,21 @@ class Debtor(msgspec.Struct, frozen=True, kw_only=True):
         return BatchLoad(sequences, context)
 
 
-def keep_planning(state: State, out: StepOutput) -> None:
-    """Set the timer while something might move. Call it when an order was given, or the timer has fired."""
+def keep_planning(state: State, out: StepOutput, *, moving: bool = False) -> None:
+    """Set the timer while something might move. Call it when an order was given, too.
+
+    `moving`: a move under way may have to be ended, though nothing else might move. That need not be known for an
+    order: the timer is set then. To find it out takes a look at every order.
+    """
     period_ns = state.policy.move_period_ns
-    # A move under way may have to be ended, though nothing else might move.
-    pending = state.policy.move_answer_ns and any(
-        order.decode.move is not None for order in state.orders.values()
-    )
-    if period_ns and state.orders and (state.loads.lenders > 1 or pending):
+    if period_ns and state.orders and (state.loads.lenders > 1 or moving):
         arm(state, TIMER, state.at_ns + period_ns, out)
+
+
+def _moving(state: State) -> bool:
+    """A move is under way, and there is a limit to how long it may take."""
+    moves = (order.decode.move for order in state.orders.values())
+    return state.policy.move_answer_ns > 0 and any(move is not None for move in moves)
 
 
 def policy_changed(state: State, event: PolicyChanged, out: StepOutput) -> None:
@@ -106,7 +112,7 @@ def policy_changed(state: State, event: PolicyChanged, out: StepOutput) -> None:
     check_known(event.policy)
     state.policy = event.policy
     state.members_changed()
-    keep_planning(state, out)
+    keep_planning(state, out, moving=_moving(state))
 
 
 def plan_moves(state: State, out: StepOutput) -> None:
@@ -122,7 +128,7 @@ def plan_moves(state: State, out: StepOutput) -> None:
             best = None if debtor.worker.lent else _best_move(state, debtor, creditors)
             if best is not None:
                 _order_move(state, *best, out)
-    keep_planning(state, out)
+    keep_planning(state, out, moving=_moving(state))
 
 
 def _give_up_overdue(state: State, out: StepOutput) -> None:

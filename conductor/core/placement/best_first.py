@@ -44,7 +44,7 @@ from halfmoon.conductor.core.placement.policies import (
 )
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch
 from halfmoon.conductor.core.state.core_state import State
-from halfmoon.conductor.core.state.load_index import LoadIndex, PrefillRow
+from halfmoon.conductor.core.state.load_index import LoadIndex, Row
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.events import RequestArrived
@@ -87,7 +87,7 @@ def earliest_first_token(
         return None
     blocks = min(match.longest, (tokens - 1) // index.block_tokens) if index.block_tokens else 0
     # A good cost at the start passes over the most: that of the best bound among those that mostly win.
-    bounds = _lower_bounds(state, match, tokens, blocks, now_ns, _likely(index, match))
+    bounds = _lower_bounds(state, match, tokens, blocks, now_ns, likely_places(index, match))
     likely = min(bounds, default=None)
     # A worker may announce any cost, so all of these may be beyond NEVER_NS.
     if likely is None:
@@ -131,7 +131,7 @@ def _rank(candidate: Candidate, place: int) -> Rank:
     return candidate.ttft_ns + candidate.copies_ns, candidate.transfer_ns, candidate.orders, place
 
 
-def _likely(index: LoadIndex[PrefillRow], match: PrefixMatch) -> list[int]:
+def likely_places(index: LoadIndex[Row], match: PrefixMatch) -> list[int]:
     """Places of workers that mostly win or nearly so: the least loaded, and holders of the longest match."""
     places = [place for _, place in index.by_load[:FEW_WORKERS]]
     if match.dram_runs and len(match.dram_runs[0][1]) <= FEW_NODES:

@@ -6,17 +6,19 @@ iterations; and beside the answer go chunks of other prompts, up to the token bu
 Source: Sarathi-Serve (OSDI'24), sections 4.2 and 4.3: the time that a chunk adds to a decode's iteration, and the
 reverse.
 
-In a large fleet nearly all workers are passed over: `least_mixed` bounds each one's rank from below, and costs those
-alone whose bound is no more than the best so far. The answer is that of looking at all of them, ties included: tests
-compare the two, on random logs.
+In a large fleet nearly all workers are passed over: `least_mixed` bounds ranks from below, and costs those workers
+alone whose bound is no more than the best so far; one with a queue longer than that is not even looked at. The answer
+is that of looking at all of them, ties included: tests compare the two, on random logs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
+from halfmoon.conductor.core.placement.best_first import NEVER_NS, likely_places
 from halfmoon.conductor.core.placement.candidates import cached_blocks_max, candidate_of
 from halfmoon.conductor.core.placement.decode_candidates import decode_candidate_of, decode_fits
 from halfmoon.conductor.core.placement.measures import MixedCandidate
@@ -29,12 +31,17 @@ from halfmoon.conductor.core.placement.policies import (
 )
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch
 from halfmoon.conductor.core.state.core_state import State
-from halfmoon.conductor.core.state.load_index import queue_ns
+from halfmoon.conductor.core.state.load_index import NO_KV_BLOCKS
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.events import RequestArrived
 
 #: The figures that `EARLIEST_TOKEN_MIXED` and `LEAST_DELAYS_MIXED` compare, then the id.
 Rank = tuple[int, int, int, str]
+
+
+class _Ranked(NamedTuple):
+    rank: Rank
+    candidate: MixedCandidate
 
 
 def mixed_candidates(
@@ -69,80 +76,116 @@ def least_mixed(
     must be looked at.
     """
     index = state.loads.mixed
-    if not isinstance(rule, Least) or rule not in (EARLIEST_TOKEN_MIXED, LEAST_DELAYS_MIXED):
+    bounded = isinstance(rule, Least) and rule in (EARLIEST_TOKEN_MIXED, LEAST_DELAYS_MIXED)
+    # The index is of the state's own time. A request that is explained at an earlier time is costed whole.
+    if not bounded or now_ns < state.at_ns or request.prompt_tokens + request.max_tokens > index.tokens_max:
         return None
-    if request.prompt_tokens + request.max_tokens > index.tokens_max:
-        return None
+    assert isinstance(rule, Least), rule
+    search = _Search(state, request, match, now_ns, answer_tokens, rule)
     context = request.prompt_tokens + answer_tokens
-    places = _able_places(state, context)
-    best: MixedCandidate | None = None
-    rank: Rank | None = None
-    delays = rule == LEAST_DELAYS_MIXED
-    for least_ns, place in sorted(
-        _bounds(state, places, request.prompt_tokens, match, now_ns, delays=delays)
-    ):
-        worker = index.workers[place]
-        if rank is not None and least_ns >= rank[0]:
-            if least_ns > rank[0]:
-                break
-            if _rank_bound(worker, least_ns, context) > rank:
-                continue
-        here = _candidate_of(state, worker, request, match, now_ns, answer_tokens)
-        here_rank = _rank(rule, here)
-        if rank is None or here_rank < rank:
-            best, rank = here, here_rank
+    best = search.least(-(-context // index.block_tokens) if index.block_tokens else 0)
+    if best is None and state.policy.admission not in ("early", "predicted"):
+        best = search.least(-NO_KV_BLOCKS)
     return best
 
 
-def _rank(rule: Least[MixedCandidate], candidate: MixedCandidate) -> Rank:
-    least_ns, step_ns, orders = (measure.of(candidate) for measure in rule.measures)
-    return least_ns, step_ns, orders, candidate.worker_id
+class _Search:
+    """Branch and bound over the mixed workers, as `best_first` does it for prefill workers."""
 
+    __slots__ = (
+        "_answer_tokens",
+        "_delays",
+        "_match",
+        "_now_ns",
+        "_own",
+        "_request",
+        "_rule",
+        "_state",
+    )
 
-def _able_places(state: State, context_tokens: int) -> list[int]:
-    """Places of the workers among which the choice is; []: it is not by rank alone."""
-    index, policy = state.loads.mixed, state.policy
-    blocks = -(-context_tokens // index.block_tokens) if index.block_tokens else 0
-    able = [
-        place
-        for place, worker in enumerate(index.workers)
-        if len(worker.orders) < policy.queued_max_per_worker
-    ]
-    roomy = [place for place in able if index.rows[place].blocks_free >= blocks]
-    return roomy or ([] if policy.admission in ("early", "predicted") else able)
+    def __init__(
+        self,
+        state: State,
+        request: RequestArrived,
+        match: PrefixMatch,
+        now_ns: int,
+        answer_tokens: int,
+        rule: Least[MixedCandidate],
+    ) -> None:
+        self._state, self._request, self._match, self._now_ns = state, request, match, now_ns
+        self._answer_tokens, self._rule, self._delays = answer_tokens, rule, rule == LEAST_DELAYS_MIXED
+        #: A worker reads the blocks of its own memory alone.
+        self._own = rules_of(state).fetch == "local_only" and match.dram is match.held
 
+    def least(self, blocks: int) -> MixedCandidate | None:
+        """The best of the workers whose queue is not full and that have so many blocks free."""
+        index = self._state.loads.mixed
+        # A good cost at the start passes over the most: that of the best bound among those that mostly win.
+        _, first = min(self._bounds(likely_places(index, self._match), blocks), default=(0, -1))
+        best = self._ranked(first) if first >= 0 else None
+        # Without a good cost, no worker is passed over.
+        limit_ns = NEVER_NS if best is None else best.rank[0]
+        places = [place for _, place in index.up_to(self._now_ns + limit_ns) if place != first]
+        for least_ns, place in sorted(self._bounds(places, blocks, limit_ns)):
+            if best is not None and least_ns >= best.rank[0]:
+                if least_ns > best.rank[0]:
+                    break
+                if self._rank_bound(index.workers[place], least_ns) > best.rank:
+                    continue
+            here = self._ranked(place)
+            if best is None or here.rank < best.rank:
+                best = here
+        return None if best is None else best.candidate
 
-def _bounds(
-    state: State, places: list[int], tokens: int, match: PrefixMatch, now_ns: int, *, delays: bool
-) -> list[tuple[int, int]]:
-    """A lower bound of the first figure of the rank, with the waits of others or without, at each of the mixed workers,
-    and its place.
+    def _bounds(self, places: list[int], blocks: int, limit_ns: int = NEVER_NS) -> list[tuple[int, int]]:
+        """A lower bound of the first figure of the rank, with the waits of others or without, and the place, of those
+        of the workers at `places` whose queue is not full and that have so many blocks free; none that is certain to
+        be above `limit_ns`.
 
-    No first token comes before the queue is done and all is computed behind what may be read: the worker's own blocks
-    in memory where nothing is fetched, else the longest match. Transfers, copies and decodes beside it are taken to be
-    free.
-    """
-    workers, dram = state.loads.mixed.workers, match.dram
-    limit = cached_blocks_max(workers[0], tokens) if workers else 0
-    own = rules_of(state).fetch == "local_only" and dram is match.held
-    longest = min(match.longest, limit)
-    found = []
-    for place in places:
-        worker = workers[place]
-        cached = min(dram.get(worker.node_id, 0), limit) if own else longest
-        compute_ns = worker.cost.prefill_ns(tokens, cached * worker.block_tokens)
-        waits_ns = compute_ns * len(worker.orders) if delays else 0
-        found.append((queue_ns(worker, now_ns) + compute_ns + waits_ns, place))
-    return found
+        No first token comes before the queue is done and all is computed behind what may be read: the worker's own
+        blocks in memory where nothing is fetched, else the longest match. Transfers, copies and decodes beside it are
+        taken to be free.
+        """
+        match, now_ns, tokens = self._match, self._now_ns, self._request.prompt_tokens
+        index, most = self._state.loads.mixed, self._state.policy.queued_max_per_worker
+        cached_max = cached_blocks_max(index.workers[0], tokens) if index.workers else 0
+        cached_here: dict[int, int] = {}
+        if self._own:
+            for node_id, held in match.dram.items():
+                cached_here.update(dict.fromkeys(index.on_node.get(node_id, ()), min(held, cached_max)))
+        cached_else = 0 if self._own else min(match.longest, cached_max)
+        # At the least cost of any worker: mostly that is enough to pass over one with a long queue.
+        least_ns = index.least.prefill_ns(tokens, cached_else * index.block_tokens)
+        found = []
+        for place in places:
+            free_ns, behind_ns, orders, blocks_free = index.rows[place]
+            if orders >= most or blocks_free < blocks:
+                continue
+            times = orders + 1 if self._delays else 1
+            queue_ns = max(behind_ns, free_ns - now_ns)
+            cached = cached_here.get(place, -1)
+            if cached < 0:
+                if queue_ns + times * least_ns > limit_ns:
+                    continue
+                cached = cached_else
+            own_ns = index.workers[place].cost.prefill_ns(tokens, cached * index.block_tokens)
+            if (bound_ns := queue_ns + times * own_ns) <= limit_ns:
+                found.append((bound_ns, place))
+        return found
 
+    def _rank_bound(self, worker: WorkerRecord, least_ns: int) -> Rank:
+        """A lower bound of the worker's rank, whose first figure is `least_ns` or more."""
+        sequences = len(worker.orders)
+        context = worker.context_tokens + self._request.prompt_tokens + self._answer_tokens
+        step_ns = 0 if worker.priced else worker.cost.step_ns(sequences + 1, context)
+        return least_ns, step_ns, sequences, worker.worker_id
 
-def _rank_bound(worker: WorkerRecord, least_ns: int, context_tokens: int) -> Rank:
-    """A lower bound of the worker's rank, whose first figure is `least_ns` or more."""
-    sequences = len(worker.orders)
-    if worker.priced:
-        return least_ns, 0, sequences, worker.worker_id
-    step_ns = worker.cost.step_ns(sequences + 1, worker.context_tokens + context_tokens)
-    return least_ns, step_ns, sequences, worker.worker_id
+    def _ranked(self, place: int) -> _Ranked:
+        state = self._state
+        worker = state.loads.mixed.workers[place]
+        here = _candidate_of(state, worker, self._request, self._match, self._now_ns, self._answer_tokens)
+        least_ns, step_ns, orders = (measure.of(here) for measure in self._rule.measures)
+        return _Ranked((least_ns, step_ns, orders, here.worker_id), here)
 
 
 def _candidate_of(

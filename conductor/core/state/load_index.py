@@ -42,7 +42,16 @@ class DecodeRow(NamedTuple):
     blocks_free: int
 
 
-Row = TypeVar("Row", PrefillRow, DecodeRow)
+class MixedRow(NamedTuple):
+    """The queue and the room of a worker that does both. As `PrefillRow`; and `orders` are of both halves."""
+
+    free_ns: int
+    behind_ns: int
+    orders: int
+    blocks_free: int
+
+
+Row = TypeVar("Row", PrefillRow, DecodeRow, MixedRow)
 
 
 class LoadIndex(Generic[Row]):
@@ -178,7 +187,7 @@ class LoadIndexes:
         #: Workers that only compute prompts, only decode, do both, or hold KV for others and do neither.
         self.prefill = LoadIndex[PrefillRow](prefill, prefill_row, pool_tokens)
         self.decode = LoadIndex[DecodeRow](decode, decode_row, pool_tokens)
-        self.mixed = LoadIndex[DecodeRow](mixed, decode_row, pool_tokens)
+        self.mixed = LoadIndex[MixedRow](mixed, mixed_row, pool_tokens)
         self.attention = LoadIndex[DecodeRow](attention, decode_row, pool_tokens)
         stores = list(stores)
         #: Of all nodes' pools.
@@ -233,7 +242,9 @@ class LoadIndexes:
         """Call after the worker's cost has changed."""
         self._index_of(worker).refitted(worker)
 
-    def _index_of(self, worker: WorkerRecord) -> LoadIndex[PrefillRow] | LoadIndex[DecodeRow]:
+    def _index_of(
+        self, worker: WorkerRecord
+    ) -> LoadIndex[PrefillRow] | LoadIndex[DecodeRow] | LoadIndex[MixedRow]:
         if worker.prompts is not None:
             return self.prefill if worker.batch is None else self.mixed
         return self.decode if worker.batch is not None else self.attention
@@ -262,11 +273,19 @@ def prefill_row(worker: WorkerRecord) -> PrefillRow:
 
 
 def decode_row(worker: WorkerRecord) -> DecodeRow:
-    sequences = len(worker.orders)
-    blocks_free = NO_KV_BLOCKS
-    if worker.block_bytes:
-        blocks_free = worker.kv_blocks - worker.reserved_blocks if sequences < worker.batch_max else -1
-    return DecodeRow(worker.cost.step_ns(sequences + 1, worker.context_tokens), blocks_free)
+    step_ns = worker.cost.step_ns(len(worker.orders) + 1, worker.context_tokens)
+    return DecodeRow(step_ns, blocks_free(worker))
+
+
+def mixed_row(worker: WorkerRecord) -> MixedRow:
+    free_ns, behind_ns, _ = prefill_row(worker)
+    return MixedRow(free_ns, behind_ns, len(worker.orders), blocks_free(worker))
+
+
+def blocks_free(worker: WorkerRecord) -> int:
+    """KV blocks for one more request; -1: the batch is full."""
+    free = worker.kv_blocks - worker.reserved_blocks if len(worker.orders) < worker.batch_max else -1
+    return free if worker.block_bytes else NO_KV_BLOCKS
 
 
 def tokens_max(worker: WorkerRecord) -> int:
