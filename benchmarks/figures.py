@@ -170,7 +170,10 @@ def _policies_mixed(result: Result) -> str:
 
 
 def _capacity(result: Result) -> str:
-    return ", ".join(f"{row['kind']} {row['gain_percent']:+.0f} %" for row in result["rows"])
+    def gains(row: Result) -> str:
+        return " and ".join(f"{one['mean']:+.0f} %" for one in row["gain_percent"].values())
+
+    return ", ".join(f"{row['kind']} {gains(row)}" for row in result["rows"])
 
 
 def _dynamo_edge(result: Result) -> str:
@@ -283,7 +286,8 @@ ROWS = (
         _policies_mixed,
     ),
     Row(
-        "simulated: highest speed at which 90 % hold their objectives, to that under the papers' own rule",
+        "simulated: highest speed at which 90 % hold their objectives, to that under the papers' own rule; without "
+        "changes of roles, and with them",
         "policy_capacity.json",
         _capacity,
     ),

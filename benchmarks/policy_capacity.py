@@ -1,15 +1,18 @@
-"""Capacity of a simulated cluster under our policy and under the papers' own rule, by kind of workload.
+"""Capacity of a simulated cluster under the papers' own rule, under our policy, and under ours with workers that change
+roles by load (`--elastic`), by kind of workload.
 
 Capacity is the highest speed of a workload at which 90 % of all requests, refused ones included, hold TTFT and TBT
 (Mooncake, FAST'25, section 5.1). 8 prefill and 8 decode workers of one profile; both refuse by prediction; computations
-differ from the profile by up to 5 %, drawn. The gain of a kind is meaned over the seeds, which draw the workload (of
-the recorded conversations: which half). A search is of one process; as many run side by side as there are cores.
+differ from the profile by up to 5 %, drawn. The gain over the papers' rule, whose split is fixed, is meaned over the
+seeds, which draw the workload (of the recorded conversations: which half). A search is of one process; as many run side
+by side as there are cores.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from typing import Any, NamedTuple
@@ -25,12 +28,18 @@ from halfmoon.conductor.simulation.profiles import PROFILES
 from halfmoon.conductor.simulation.report import Objectives
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.schemas.numbers import MS_NS, SECOND_NS
-from halfmoon.schemas.policy import Policy, PolicyName
+from halfmoon.schemas.policy import Policy
 
 OBJECTIVES = Objectives(ttft_ns=30 * SECOND_NS, tbt_ns=100 * MS_NS)
-POLICIES: tuple[PolicyName, ...] = ("mooncake", "halfmoon")
+THEIRS = "mooncake"
+#: What differs from each other in a policy.
+WAYS: dict[str, dict[str, Any]] = {
+    THEIRS: {"name": "mooncake"},
+    "halfmoon": {"name": "halfmoon"},
+    "halfmoon, elastic": {"name": "halfmoon", "elastic": "on"},
+}
 #: The speed that is looked at first.
-STARTS = {"conversation": 4.0, "recorded agents": 8.0, "agents": 4.0}
+STARTS = {"conversation": 4.0, "recorded agents": 8.0, "agents": 4.0, "bursts": 6.0}
 
 
 class Search(NamedTuple):
@@ -38,7 +47,7 @@ class Search(NamedTuple):
 
     kind: str
     seed: int
-    policy: PolicyName
+    way: str
     requests: int
     precision: float
 
@@ -53,10 +62,10 @@ def capacity(search: Search) -> float:
             arrivals,
             ClusterShape(prefill=WORKERS, decode=WORKERS, block_tokens=512),
             Policy(
-                name=search.policy,
                 admission="predicted",
                 ttft_slo_ns=OBJECTIVES.ttft_ns,
                 tbt_slo_ns=OBJECTIVES.tbt_ns,
+                **WAYS[search.way],
             ).present(),
             PROFILES[PROFILE],
             RunOptions(speed=speed, slo=OBJECTIVES, noise_percent=5, seed=search.seed),
@@ -67,6 +76,12 @@ def capacity(search: Search) -> float:
     return Runs(at).capacity(OBJECTIVES, start=STARTS[search.kind], precision=search.precision).speed
 
 
+def gain(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
+    """In percent, over all seeds."""
+    each = [100 * (own / other - 1) for other, own in zip(theirs, ours, strict=True)]
+    return {"mean": round(statistics.fmean(each), 1), "min": round(min(each), 1), "max": round(max(each), 1)}
+
+
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--kinds", nargs="+", choices=[*STARTS], default=[*STARTS])
@@ -75,27 +90,16 @@ def main() -> None:
     options.add_argument("--precision", type=float, default=0.02, help="of a capacity, as a share (0.02)")
     args = parsed(options, kinds=["agents"], seeds=[1], requests=1_000, precision=0.5)
     searches = [
-        Search(kind, seed, policy, args.requests, args.precision)
-        for kind, seed, policy in product(args.kinds, args.seeds, POLICIES)
+        Search(kind, seed, way, args.requests, args.precision)
+        for kind, seed, way in product(args.kinds, args.seeds, WAYS)
     ]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         found = dict(zip(searches, pool.map(capacity, searches), strict=True))
     rows: list[dict[str, Any]] = []
     for kind in args.kinds:
-        speeds = {
-            policy: [found[one] for one in searches if (one.kind, one.policy) == (kind, policy)]
-            for policy in POLICIES
-        }
-        gains = [own / theirs - 1 for theirs, own in zip(*speeds.values(), strict=True)]
-        rows.append(
-            {
-                "kind": kind,
-                "speeds": speeds,
-                "gain_percent": round(100 * statistics.fmean(gains), 1),
-                "gain_percent_min": round(100 * min(gains), 1),
-                "gain_percent_max": round(100 * max(gains), 1),
-            }
-        )
+        speeds = {way: [found[one] for one in searches if (one.kind, one.way) == (kind, way)] for way in WAYS}
+        gains = {way: gain(speeds[THEIRS], own) for way, own in speeds.items() if way != THEIRS}
+        rows.append({"kind": kind, "speeds": speeds, "gain_percent": gains})
     result = {
         "profile": PROFILE,
         "workers": [WORKERS, WORKERS],
@@ -109,10 +113,10 @@ def main() -> None:
         args,
         result,
         [
-            f"{row['kind']:16} {row['gain_percent']:+.1f} % ({row['gain_percent_min']:+.1f} to "
-            f"{row['gain_percent_max']:+.1f}): "
-            + "; ".join(f"{name} {', '.join(map(str, some))}" for name, some in row["speeds"].items())
+            f"{row['kind']:16} {way:18} {one['mean']:+.1f} % ({one['min']:+.1f} to {one['max']:+.1f}): "
+            f"{', '.join(map(str, row['speeds'][way]))}; {THEIRS} {', '.join(map(str, row['speeds'][THEIRS]))}"
             for row in rows
+            for way, one in row["gain_percent"].items()
         ],
     )
 

@@ -162,6 +162,8 @@ class ElasticRules(MoveRules, frozen=True):
     elastic_hold_ns: Ns = 2 * SECOND_NS
     #: And where the pool that gets it is at least this full, in percent.
     elastic_from_percent: Annotated[int, Meta(ge=0, le=1_000)] = 60
+    #: And where the pool that gives it is afterwards at most this full, in percent; 0, as in older logs: however full.
+    elastic_giver_percent_max: Annotated[int, Meta(ge=0, le=1_000)] = 0
     #: Least time from one change to the next; and most changes at once.
     elastic_pause_ns: Ns = 1 * SECOND_NS
     elastic_changes_max: Annotated[int, Meta(ge=1, le=1_000)] = 1
@@ -200,6 +202,7 @@ class Policy(LivenessRules, frozen=True):
             passing_durations=8,
             mixed_by_policy=True,
             one_token_prefills=True,
+            elastic_giver_percent_max=85,
         )
 
 

@@ -3,10 +3,10 @@
 No change empties a role: in every role that had workers some stay. An operator orders a change (`RoleWanted`), or the
 planner, by load: a worker goes from the emptier pool to the fuller one, if the fuller one gains by it.
 
-The planner looks once a period. The giving pool must, with a worker less, still be emptier than the other one was, by
-`elastic_gain_percent`: then the way back would not pay, and under a steady load no worker goes back and forth. A short
-imbalance is left alone (`elastic_hold_ns`); after a change the planner waits (`elastic_pause_ns`), and few workers
-change at once. A pool that has no worker left gets one at once.
+The planner looks once a period. The giving pool must, with a worker less, have room (`elastic_giver_percent_max`) and
+be emptier than the other one was, by `elastic_gain_percent`: then the way back would not pay, and under a steady load
+no worker goes back and forth. A short imbalance is left alone (`elastic_hold_ns`); after a change the planner waits
+(`elastic_pause_ns`), and few workers change at once. A pool that has no worker left gets one at once.
 
 The worker with the least outstanding work goes: the prefill worker with the shortest queue, the decode worker whose
 last answer is expected to end first.
@@ -23,7 +23,7 @@ from halfmoon.conductor.core.orders import arm
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.demand import Advice, demand_of, forget_demand
 from halfmoon.conductor.core.state.load_index import queue_ns
-from halfmoon.conductor.core.state.pool_needs import PoolNeed, pool_needs
+from halfmoon.conductor.core.state.pool_needs import ENDLESS, PoolNeed, pool_needs
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import ChangeRole
@@ -94,15 +94,20 @@ def plan_roles(state: State, out: StepOutput) -> None:
 
 def fuller_pool(state: State, needs: dict[WorkerRole, PoolNeed]) -> WorkerRole | Literal[""]:
     """The role that is to get a worker of the other one; "": both are well as they are."""
+    policy = state.policy
     for role, other in (ELASTIC_ROLES, ELASTIC_ROLES[::-1]):
         fuller, giver = needs[role], needs[other]
         if giver.workers < 2:
             continue
         if not fuller.workers:
             return role
-        full = fuller.load() * 100 >= state.policy.elastic_from_percent * 1_000
+        full = fuller.load() * 100 >= policy.elastic_from_percent * 1_000
+        # Two pools that are too small are not made equally full: a prefill pool under overload refuses its few largest
+        # prompts, while a decode pool without room refuses any.
+        spare_permille = policy.elastic_giver_percent_max * 10 or ENDLESS
         # Having given it is still emptier than the other one was: so the reverse would not pay next.
-        if full and giver.load(-1) * (100 + state.policy.elastic_gain_percent) <= fuller.load() * 100:
+        emptier = giver.load(-1) * (100 + policy.elastic_gain_percent) <= fuller.load() * 100
+        if full and emptier and giver.load_having_given(fuller) <= spare_permille:
             return role
     return ""
 

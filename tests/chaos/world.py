@@ -135,6 +135,7 @@ class World:
             if not self.layout.segment_tokens:
                 self.layout = msgspec.structs.replace(self.layout, segment_tokens=SEGMENT_TOKENS)
         self.answer_draw = random.Random(f"answers {seed}")
+        self.giver_draw = random.Random(f"giver {seed}")
         self.attention_draw = random.Random(f"attention {seed}")
         self._add_attention(self.attention_draw)
         self._add_splits(random.Random(f"splits {seed}"))
@@ -279,6 +280,7 @@ class World:
                 "elastic_pause_ns": roles.choice([0, 1 * S]),
                 "elastic_from_percent": roles.choice([0, 60]),
                 "elastic_changes_max": roles.choice([1, 3]),
+                "elastic_giver_percent_max": self.giver_draw.choice([0, 85]),
             }
         policy = Policy(
             name=draw.choice(get_args(PolicyName)),

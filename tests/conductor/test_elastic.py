@@ -128,6 +128,20 @@ def test_long_answers_take_workers_from_prefill() -> None:
     assert {role for _, _, role in cluster.changes} == {"decode"}
 
 
+@pytest.mark.parametrize("percent", [85, 0])
+def test_a_pool_keeps_the_workers_that_it_needs_itself(percent: int) -> None:
+    """However much more the other one lacks. In an older policy both were made equally full, beyond what they can.
+
+    Nine of ten requests are refused for the sake of prefill here: decode needs workers for the others alone.
+    """
+    cluster = Cluster(2, 6, elastic_giver_percent_max=percent, tbt_slo_ns=100 * MS, admission="predicted")
+    cluster.serve(60, 50 * MS, LONG, 60)
+    needs = pool_needs(cluster.state)
+    assert needs["prefill"].load() > 2_000
+    assert cluster.roles() == ((4, 4) if percent else (5, 3))
+    assert (needs["decode"].running > 1_200 * needs["decode"].workers) == (percent == 0), needs
+
+
 def test_what_no_number_of_workers_would_serve_takes_none() -> None:
     """Prompts that take longer than their objective alone are refused; those that wait too long are what lacks."""
     for ttft_slo_ns, more in ((900 * MS, False), (1_500 * MS, True)):

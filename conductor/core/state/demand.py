@@ -21,7 +21,8 @@ class Look(msgspec.Struct):
 
     begun_ns: int
     requests: int = 0
-    #: Requests among them that decode had no room for.
+    #: Requests among them that prefill took too long for, and that decode had no room for.
+    prefill_refused: int = 0
     decode_refused: int = 0
     #: Time to compute the uncached part.
     prefill_ns: int = 0
@@ -62,16 +63,17 @@ def learn_demand(
     prefill_ns: int,
     prompt_tokens: int,
     answer_tokens: int,
-    decode_refused: bool,
+    refused_by: WorkerRole | None,
 ) -> None:
-    """Call it for each request that arrives."""
+    """Call it for each request that arrives. `refused_by`: the pool for whose sake it was refused."""
     looks = demand.looks
     if not looks or now_ns - looks[-1].begun_ns >= LOOK_NS:
         forget_demand(demand, now_ns, window_ns)
         looks.append(Look(now_ns))
     look = looks[-1]
     look.requests += 1
-    look.decode_refused += decode_refused
+    look.prefill_refused += refused_by == "prefill"
+    look.decode_refused += refused_by == "decode"
     # A worker may announce any cost, and a request any length: the sums stay numbers that a snapshot can hold.
     look.prefill_ns = min(look.prefill_ns + prefill_ns, INT_MAX)
     look.answer_tokens = min(look.answer_tokens + answer_tokens, INT_MAX)
@@ -93,6 +95,7 @@ def demand_of(demand: Demand, now_ns: int, window_ns: int) -> Look:
     for look in demand.looks:
         if now_ns - look.begun_ns < window_ns:
             whole.requests += look.requests
+            whole.prefill_refused += look.prefill_refused
             whole.decode_refused += look.decode_refused
             whole.prefill_ns += look.prefill_ns
             whole.answer_tokens += look.answer_tokens

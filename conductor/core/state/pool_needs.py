@@ -38,6 +38,10 @@ class PoolNeed(msgspec.Struct, frozen=True, kw_only=True):
     arriving: int
     present: int
     permille: int
+    #: For what it does now: `present` without requests whose turn comes later.
+    running: int
+    #: Of the arriving requests, those that the other pool takes.
+    passing_permille: int
 
     @property
     def wanted(self) -> int:
@@ -47,10 +51,19 @@ class PoolNeed(msgspec.Struct, frozen=True, kw_only=True):
     def load(self, more: int = 0) -> int:
         """The pool's load in permille with `more` workers more; a pool of none is as full as can be."""
         workers = self.workers + more
-        return self.permille // workers if workers > 0 else _ENDLESS
+        return self.permille // workers if workers > 0 else ENDLESS
+
+    def load_having_given(self, other: PoolNeed) -> int:
+        """The pool's load in permille with one worker less, by the requests that the `other` pool, which gets it, will
+        take with one more.
+        """
+        passing = min(1_000, self.passing_permille * (other.workers + 1) // max(1, other.workers))
+        need = max(self.permille * passing // 1_000, self.running)
+        return need // (self.workers - 1) if self.workers > 1 else ENDLESS
 
 
-_ENDLESS = 2**53
+#: The load of a pool without a worker, permille.
+ENDLESS = 2**53
 
 
 def pool_needs(state: State) -> dict[WorkerRole, PoolNeed]:
@@ -72,12 +85,16 @@ def pool_needs(state: State) -> dict[WorkerRole, PoolNeed]:
             arriving=prompts,
             present=queued,
             permille=prompts + queued,
+            running=queued,
+            passing_permille=1_000 - 1_000 * seen.decode_refused // max(1, seen.requests),
         ),
         "decode": PoolNeed(
             workers=len(decodes) + joining["decode"],
             arriving=answers,
             present=decoding,
             permille=max(answers, decoding),
+            running=_running(state, seen, decodes),
+            passing_permille=1_000 - 1_000 * seen.prefill_refused // max(1, seen.requests),
         ),
     }
 
@@ -111,19 +128,52 @@ def _answers(state: State, seen: Look, workers: Sequence[WorkerRecord]) -> int:
 
 
 def _decoding(state: State, seen: Look, workers: Sequence[WorkerRecord]) -> int:
-    """Workers that the placed requests fill: by steps, by KV or by batches, whichever is the most."""
+    """Workers that the placed requests fill."""
+    return _filled(
+        state,
+        seen,
+        workers,
+        sequences=sum(len(worker.orders) for worker in workers),
+        context_tokens=sum(worker.context_tokens for worker in workers),
+        blocks=sum(worker.reserved_blocks for worker in workers),
+    )
+
+
+def _running(state: State, seen: Look, workers: Sequence[WorkerRecord]) -> int:
+    """Workers that the placed requests fill whose prompts are computed: before a long queue of prompts they are few."""
+    orders = [state.orders[order_id] for worker in workers for order_id in worker.orders]
+    halves = [order.decode for order in orders if order.phase == "decode"]
+    return _filled(
+        state,
+        seen,
+        workers,
+        sequences=len(halves),
+        context_tokens=sum(half.context_tokens for half in halves),
+        blocks=sum(half.reserved_blocks for half in halves),
+    )
+
+
+def _filled(
+    state: State,
+    seen: Look,
+    workers: Sequence[WorkerRecord],
+    *,
+    sequences: int,
+    context_tokens: int,
+    blocks: int,
+) -> int:
+    """Workers that so much fills: by steps, by KV or by batches, whichever is the most."""
     if not workers:
         return 0
     cost = _mean_cost(workers)
-    sequences = sum(len(worker.orders) for worker in workers)
-    context = sum(worker.context_tokens for worker in workers)
-    rows_ns = cost.decode_per_sequence_ns * sequences + cost.decode_per_context_token_ps * context // 1_000
+    rows_ns = (
+        cost.decode_per_sequence_ns * sequences + cost.decode_per_context_token_ps * context_tokens // 1_000
+    )
     batches = sum(worker.batch_max for worker in workers)
     found = [rows_ns * 1_000 // _step_room_ns(state, cost), sequences * 1_000 * len(workers) // batches]
     if workers[0].block_bytes:
-        blocks = sum(worker.kv_blocks for worker in workers) * KV_TARGET
-        reserved = sum(worker.reserved_blocks for worker in workers) * 100
-        found.append(reserved * 1_000 * len(workers) // max(1, blocks))
+        room = sum(worker.kv_blocks for worker in workers) * KV_TARGET
+        found.append(blocks * 100 * 1_000 * len(workers) // max(1, room))
     taken = max(1, seen.requests - seen.decode_refused)
     return max(found) * max(1, seen.requests) // taken
 
