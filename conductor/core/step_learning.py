@@ -20,7 +20,6 @@ from halfmoon.conductor.core.state.demand import learn_demand
 from halfmoon.conductor.core.state.overload import learn_busy, learn_offered
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
-from halfmoon.schemas.roles import WorkerRole
 
 
 def learn_offered_of(state: State, verdict: Placement | Refusal) -> None:
@@ -38,9 +37,8 @@ def learn_arrival(costed: Costed, verdict: Placement | Refusal) -> None:
     if state.policy.group_from == "spare":
         learn_busy(state.offered, state.loads.prefill.busy)
     state.displaced.ask(state.index, event.block_keys)
-    refused_by: WorkerRole | None = None
+    decode_refused = isinstance(verdict, Refusal) and verdict.reason in ("tbt_slo", "no_room")
     if isinstance(verdict, Refusal):
-        refused_by = "decode" if verdict.reason in ("tbt_slo", "no_room") else "prefill"
         alone_ns, limits = verdict.predicted.prefill_ns, verdict.limits
         if verdict.reason == "too_long" or (limits is not None and alone_ns > limits.ttft_ns):
             return  # no number of workers would serve it
@@ -58,7 +56,8 @@ def learn_arrival(costed: Costed, verdict: Placement | Refusal) -> None:
         prefill_ns=prefill_ns,
         prompt_tokens=event.prompt_tokens,
         answer_tokens=costed.answer_tokens,
-        refused_by=refused_by,
+        prefill_refused=isinstance(verdict, Refusal) and not decode_refused,
+        decode_refused=decode_refused,
     )
 
 

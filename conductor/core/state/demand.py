@@ -63,17 +63,18 @@ def learn_demand(
     prefill_ns: int,
     prompt_tokens: int,
     answer_tokens: int,
-    refused_by: WorkerRole | None,
+    prefill_refused: bool,
+    decode_refused: bool,
 ) -> None:
-    """Call it for each request that arrives. `refused_by`: the pool for whose sake it was refused."""
+    """Call it for each request that arrives."""
     looks = demand.looks
     if not looks or now_ns - looks[-1].begun_ns >= LOOK_NS:
         forget_demand(demand, now_ns, window_ns)
         looks.append(Look(now_ns))
     look = looks[-1]
     look.requests += 1
-    look.prefill_refused += refused_by == "prefill"
-    look.decode_refused += refused_by == "decode"
+    look.prefill_refused += prefill_refused
+    look.decode_refused += decode_refused
     # A worker may announce any cost, and a request any length: the sums stay numbers that a snapshot can hold.
     look.prefill_ns = min(look.prefill_ns + prefill_ns, INT_MAX)
     look.answer_tokens = min(look.answer_tokens + answer_tokens, INT_MAX)
