@@ -340,6 +340,8 @@ def wide_fleet(draw: random.Random) -> Script:
     costs = [
         PROFILE,
         msgspec.structs.replace(PROFILE, prefill_per_token_ps=100_000_001),
+        # Worth a queue, while others are idle.
+        msgspec.structs.replace(PROFILE, prefill_per_token_ps=10_000_000),
         msgspec.structs.replace(PROFILE, decode_per_sequence_ns=3 * MS),
     ]
     kv_blocks, tiers = draw.choice([22, 1_000]), draw.choice([["dram"], ["dram", "ssd"]])
@@ -351,7 +353,7 @@ def wide_fleet(draw: random.Random) -> Script:
         script(stored(f"m{number}", keys(draw.choice([1, 9, 20])), tier=tier))
     state = script.core.state
     state.counters.prompt_tokens, state.counters.cached_local_tokens = 1_000, draw.choice([0, 300])
-    for number in range(draw.choice([0, 5, 60])):
+    for number in range(draw.choice([0, 5, 20, 60])):
         for order in script.orders(arrived(f"r{number}", draw.choice([100, 950]), block_keys=b"")):
             if isinstance(order, StartMixed) and draw.random() < 0.7:
                 script(prefilled(order.order_id, order.request_id, order.worker_id), after_ns=MS)

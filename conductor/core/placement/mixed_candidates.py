@@ -76,11 +76,11 @@ def least_mixed(
     must be looked at.
     """
     index = state.loads.mixed
-    bounded = isinstance(rule, Least) and rule in (EARLIEST_TOKEN_MIXED, LEAST_DELAYS_MIXED)
-    # The index is of the state's own time. A request that is explained at an earlier time is costed whole.
-    if not bounded or now_ns < state.at_ns or request.prompt_tokens + request.max_tokens > index.tokens_max:
+    if not isinstance(rule, Least) or rule not in (EARLIEST_TOKEN_MIXED, LEAST_DELAYS_MIXED):
         return None
-    assert isinstance(rule, Least), rule
+    # The index is of the state's own time. A request that is explained at an earlier time is costed whole.
+    if now_ns < state.at_ns or request.prompt_tokens + request.max_tokens > index.tokens_max:
+        return None
     search = _Search(state, request, match, now_ns, answer_tokens, rule)
     context = request.prompt_tokens + answer_tokens
     best = search.least(-(-context // index.block_tokens) if index.block_tokens else 0)
