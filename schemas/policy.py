@@ -77,6 +77,9 @@ class AdmissionRules(PlacementRules, frozen=True):
     #: The policy's objectives are never below twice a request's time alone, and at an idle worker a prediction that
     #: nothing recent supports refuses nothing. False, as in older logs: every prediction above the objective refuses.
     idle_served: bool = False
+    #: Under overload, when larger prompts are refused first, a text counts as its share for each request of a burst
+    #: that is about it; False, as in older logs: as the whole.
+    overload_shared: bool = False
 
 
 class TransferRules(AdmissionRules, frozen=True):
@@ -203,6 +206,7 @@ class Policy(LivenessRules, frozen=True):
             mixed_by_policy=True,
             one_token_prefills=True,
             elastic_giver_percent_max=85,
+            overload_shared=True,
         )
 
 

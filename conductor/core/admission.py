@@ -54,7 +54,7 @@ from halfmoon.conductor.core.placement.waits import RETRY_NS_MIN, wait_ns
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
 from halfmoon.conductor.core.state.cost import expected_decode_ns
-from halfmoon.conductor.core.state.overload import queue_allowed_ns
+from halfmoon.conductor.core.state.overload import asked_for, queue_allowed_ns
 from halfmoon.schemas.decisions import Prediction, RejectReason
 from halfmoon.schemas.types import INT_MAX
 
@@ -135,7 +135,7 @@ def decide(costed: Costed) -> Placement | Refusal:
     limits = placement.limits = limits_of(costed, placement)
     return (
         _over_slo(costed, placement, limits)
-        or too_large_now(state, placement, limits, costed.prefill_workers)
+        or too_large_now(costed, placement, limits, costed.prefill_workers)
         or placement
     )
 
@@ -297,18 +297,21 @@ def late(placement: Placement, limits: AdmissionLimits, waited_ns: int) -> Refus
 
 
 def too_large_now(
-    state: State, placement: Placement, limits: AdmissionLimits, workers: int
+    costed: Costed, placement: Placement, limits: AdmissionLimits, workers: int
 ) -> Refusal | None:
     """A refusal because under overload larger prompts go first (ours)."""
+    state = costed.state
     if not rules_of(state).large_refused_first or state.policy.admission != "predicted":
         return None
     prefill = placement.prefill
-    allowed_ns = queue_allowed_ns(state.offered, workers, prefill.prefill_ns, limits.ttft_ns)
+    asked = asked_for(state.offered, costed.missing_key, costed.now_ns)
+    allowed_ns = queue_allowed_ns(state.offered, workers, prefill.prefill_ns // asked, limits.ttft_ns)
     if prefill.queue_ns <= allowed_ns:
         return None
+    shared = f" (divided by {asked} requests for its text)" if asked > 1 else ""
     return Refusal(
         reason="ttft_slo",
-        message=f"overload: a prompt that takes {prefill.prefill_ns // 1_000_000} ms may find "
+        message=f"overload: a prompt that takes {prefill.prefill_ns // 1_000_000} ms{shared} may find "
         f"{allowed_ns // 1_000_000} ms queued and finds {prefill.queue_ns // 1_000_000} ms",
         predicted=placement.predicted,
         limits=limits,

@@ -78,7 +78,7 @@ def _judged(costed: Costed, best: MixedCandidate) -> Placement | Refusal:
     return (
         late(placement, limits, costed.waited_ns)
         or _slow(state, placement, limits, costed.now_ns)
-        or too_large_now(state, placement, limits, costed.mixed_workers)
+        or too_large_now(costed, placement, limits, costed.mixed_workers)
         or placement
     )
 

@@ -17,7 +17,7 @@ from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
 from halfmoon.conductor.core.state.cost import measured_permille, refit_decode, refit_prefill
 from halfmoon.conductor.core.state.demand import learn_demand
-from halfmoon.conductor.core.state.overload import learn_busy, learn_offered
+from halfmoon.conductor.core.state.overload import learn_busy, learn_offered, learn_refused
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
 
@@ -29,13 +29,15 @@ def learn_offered_of(state: State, verdict: Placement | Refusal) -> None:
 
 
 def learn_arrival(costed: Costed, verdict: Placement | Refusal) -> None:
-    """Count also the busy workers at a request's arrival, its displaced blocks, and its demand on both pools, whether
-    it is placed or not.
+    """Count also the busy workers at a request's arrival, how often its text was refused, its displaced blocks, and its
+    demand on both pools, whether it is placed or not.
     """
     state, event = costed.state, costed.request
     learn_offered_of(state, verdict)
     if state.policy.group_from == "spare":
         learn_busy(state.offered, state.loads.prefill.busy)
+    if state.policy.overload_shared:
+        learn_refused(state.offered, costed.missing_key, costed.now_ns, refused=isinstance(verdict, Refusal))
     state.displaced.ask(state.index, event.block_keys)
     decode_refused = isinstance(verdict, Refusal) and verdict.reason in ("tbt_slo", "no_room")
     if isinstance(verdict, Refusal):

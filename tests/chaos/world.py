@@ -136,6 +136,7 @@ class World:
                 self.layout = msgspec.structs.replace(self.layout, segment_tokens=SEGMENT_TOKENS)
         self.answer_draw = random.Random(f"answers {seed}")
         self.giver_draw = random.Random(f"giver {seed}")
+        self.overload_shared = random.Random(f"overload {seed}").random() < 0.5
         self.attention_draw = random.Random(f"attention {seed}")
         self._add_attention(self.attention_draw)
         self._add_splits(random.Random(f"splits {seed}"))
@@ -297,6 +298,7 @@ class World:
             pools_bound=self.draw_late.random() < 0.5,
             sources_named=True,
             idle_served=self.idle_served,
+            overload_shared=self.overload_shared,
             correction_window=self.correction_window,
             copies_price=self.copies_price,
             coming_blocks=self.coming_blocks,

@@ -13,20 +13,24 @@ from conductor_scripts import (
     arrived,
     decode,
     finished,
+    keys,
     pair,
     prefill,
     prefilled,
     store,
+    stored,
 )
 from msgspec.structs import replace
 
 from halfmoon.conductor.core.placement.capacity import capacity
+from halfmoon.conductor.core.state.overload import REFUSED_MAX, Offered, learn_refused
 from halfmoon.schemas.codec import decode as decode_message
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Prediction, RejectRequest, SetTimer, StartDecode, StartPrefill
 from halfmoon.schemas.events import WorkerDraining
 from halfmoon.schemas.policy import AdmissionName
+from halfmoon.schemas.types import KEY_BYTES
 
 QUIET = {"heartbeat_ns": 10**12}
 #: A prompt of 1,000 tokens takes 110 ms; so do a step with 100 ms + 10 ms a sequence, and nothing else.
@@ -43,7 +47,7 @@ def verdict(script: Script, request_id: str = "r1", **fields: Any) -> str:
 
 
 def pool(**policy: Any) -> Script:
-    return Script(prefill(), decode(profile=STEPS), **QUIET, **policy)
+    return Script(prefill(), decode(profile=STEPS, kv_blocks=10_000), **QUIET, **policy)
 
 
 @pytest.mark.parametrize("admission", get_args(AdmissionName))
@@ -291,6 +295,63 @@ def test_under_overload_larger_prompts_are_refused_first() -> None:
     assert isinstance(refused, RejectRequest)
     assert refused.message.startswith("overload: a prompt that takes 910 ms may find")
     assert refused.retry_after_ns > 1 * S
+
+
+def test_a_text_that_many_ask_for_is_large_for_each_until_one_is_placed() -> None:
+    """A text of 910 ms finds 2.2 s queued. As a whole it may find 0.6 s, a third of it 2.1 s, a fourth 3 s."""
+    script, text, other = overloaded(overload_shared=True), keys(90, seed=7), keys(90, seed=8)
+
+    def asked(name: str, block_keys: bytes) -> str:
+        return verdict(script, name, tokens=9_000, block_keys=block_keys)
+
+    assert [asked(f"a{n}", text) for n in range(4)] == ["ttft_slo"] * 3 + [""]
+    # It was placed: the next one counts as the whole, while no node has the text.
+    assert asked("b", text) == "ttft_slo"
+    # So do another text, and each one without a whole block.
+    assert asked("c", other) == "ttft_slo"
+    assert [asked(f"d{n}", b"") for n in range(4)] == ["ttft_slo"] * 4
+    refused = script.orders(arrived("e", 9_000, block_keys=text))[0]
+    assert isinstance(refused, RejectRequest)
+    assert refused.message.startswith(
+        "overload: a prompt that takes 910 ms (divided by 2 requests for its text)"
+    )
+
+
+@pytest.mark.parametrize(("pause_ns", "placed"), [(50 * MS, True), (80 * MS, False)])
+def test_a_burst_is_over_when_none_comes_for_half_the_time_of_a_mean_prompt(
+    pause_ns: int, placed: bool
+) -> None:
+    script, text = overloaded(overload_shared=True), keys(90, seed=7)
+    for number in range(3):
+        assert verdict(script, f"a{number}", tokens=9_000, block_keys=text) == "ttft_slo"
+    assert 100 * MS < script.core.state.offered.prefill_ns < 160 * MS
+    first = script.orders(arrived("b", 9_000, block_keys=text), after_ns=pause_ns)[0]
+    assert isinstance(first, StartPrefill) == placed
+
+
+def test_a_text_whose_beginning_is_there_is_named_by_the_first_block_that_is_missing() -> None:
+    script, text = overloaded(overload_shared=True), keys(90, seed=7)
+    script(stored("p0", text[: 10 * KEY_BYTES]))
+    for number in range(4):
+        own = text[: 10 * KEY_BYTES] + keys(80, seed=10 + number)
+        assert verdict(script, f"a{number}", tokens=9_000, block_keys=own) == "ttft_slo"
+    assert verdict(script, "b", tokens=9_000, block_keys=own) == "ttft_slo"
+    assert verdict(script, "c", tokens=9_000, block_keys=own) == ""
+
+
+def test_in_older_logs_each_request_counts_as_its_whole_text() -> None:
+    script = overloaded()
+    assert [verdict(script, f"a{n}", tokens=9_000) for n in range(6)] == ["ttft_slo"] * 6
+    assert not script.core.state.offered.refused
+
+
+def test_the_counts_of_refused_texts_are_bounded_the_oldest_go_first() -> None:
+    offered = Offered()
+    for number in [*range(REFUSED_MAX), 0, REFUSED_MAX]:
+        learn_refused(offered, number.to_bytes(KEY_BYTES), 0, refused=True)
+    assert len(offered.refused) == REFUSED_MAX
+    assert [int.from_bytes(key) for key in offered.refused][:1] == [2]
+    assert [int.from_bytes(key) for key in offered.refused][-2:] == [0, REFUSED_MAX]
 
 
 def test_larger_prompts_wait_with_the_rest_where_the_pool_keeps_up() -> None:

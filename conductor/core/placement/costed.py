@@ -27,6 +27,7 @@ from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.cost import Answers, answer_class, expected_tokens
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.types import KEY_BYTES
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -68,6 +69,12 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
     #: How one of them is chosen.
     mixed_rule: MixedRule = EARLIEST_TOKEN_MIXED
     loads: dict[tuple[str, int], Load] = {}
+
+    @property
+    def missing_key(self) -> bytes:
+        """The key of its first block that no node has; b"": they have all its whole blocks."""
+        start = self.match.longest * KEY_BYTES
+        return self.request.block_keys[start : start + KEY_BYTES]
 
     @property
     def one_token(self) -> bool:
