@@ -151,6 +151,7 @@ def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]
             decode=roles.count("decode"),
             mixed=roles.count("mixed"),
             token_budget=worker.token_budget,
+            iteration_ns=worker.iteration_ns,
             block_tokens=layout.block_tokens,
         ),
         world[ClusterConfigured].policy,

@@ -69,10 +69,18 @@ class CostProfile(Part, frozen=True):
         # far below the one of a step.
         took_ns = max(self.prefill_base_ns if chunks else 0, self.decode_base_ns if sequences else 0)
         for start, tokens in chunks:
-            took_ns += self.prefill_ns(start + tokens, start) - self.prefill_base_ns
+            took_ns += self.chunk_ns(start, tokens)
         if sequences:
             took_ns += self.step_ns(sequences, context_tokens) - self.decode_base_ns
         return took_ns
+
+    def chunk_ns(self, start: int, tokens: int) -> int:
+        """Time that a chunk of a prompt with `start` tokens before it adds to an iteration."""
+        return self.prefill_ns(start + tokens, start) - self.prefill_base_ns
+
+    def beside_ns(self, iteration_ns: int, sequences: int, context_tokens: int) -> int:
+        """Time for chunks in an iteration that may take `iteration_ns`, beside a batch that decodes."""
+        return iteration_ns - self.iteration_ns([(0, 0)], sequences, context_tokens)
 
     def linear_ns(self, groups: int, rows: int) -> int:
         """Time of all but attention in one decode step of `rows` in `groups` groups."""

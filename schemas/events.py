@@ -110,6 +110,8 @@ class WorkerJoined(JoinedHolder, frozen=True, kw_only=True):
     may_become: list[WorkerRole] = []
     #: Mixed: tokens of prompts and of answers that one iteration computes at most.
     token_budget: Tokens = 0
+    #: Mixed: time that an iteration may take by the profile; 0, as in older logs: only its tokens are bounded.
+    iteration_ns: Ns = 0
     #: Prefill: where it listens for workers that have it compute some layers of their prompts; []: nowhere. And bytes
     #: of one token between two layers.
     stage_addresses: list[Text] = []

@@ -9,20 +9,12 @@ import pytest
 
 from halfmoon.cli.declared import options_of
 from halfmoon.cli.options import OptionInvalid
+from halfmoon.cli.processes.mixed import iteration_bounds
 from halfmoon.cli.up import add, count_nodes
-from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.options import WorkerOptions
-from halfmoon.workers.token_budget import largest_budget
 
 MS = 1_000_000
-#: 1 ms a token, and 1 ms of each 1,000 tokens before them; a step of 16 takes 10 + 16 ms.
-PROFILE = CostProfile(
-    prefill_base_ns=5 * MS,
-    prefill_per_token_ps=1_000 * MS,
-    decode_base_ns=10 * MS,
-    decode_per_sequence_ns=1 * MS,
-)
 LAYOUT = Layout(
     model="m", model_fingerprint="f", layers=2, kv_heads=1, head_dim=4, block_tokens=256, dtype="float32"
 )
@@ -92,18 +84,16 @@ def test_counts_that_serve_nobody_are_refused(words: tuple[str, ...], message: s
         nodes(*words)
 
 
-def budget(layout: Layout, iteration_ms: int, **fields: Any) -> int:
-    given: dict[str, Any] = {"batch_max": 16, "context_tokens": 8_192, "chunk_tokens": 1_024, **fields}
-    return largest_budget(layout, PROFILE, iteration_ns=iteration_ms * MS, **given)
+def bounds(layout: Layout, **options: Any) -> tuple[int, int]:
+    args = argparse.Namespace(iteration_ms=200)
+    return iteration_bounds(args, WorkerOptions(**options), layout)
 
 
-def test_the_budget_is_the_largest_that_keeps_the_time_in_whole_tiles() -> None:
-    # 26 ms are the decodes'; blocks on top of which come 16 of them.
-    assert [budget(LAYOUT, ms) for ms in (100, 300, 538, 539, 5_000)] == [272, 272, 528, 528, 1_040]
-    # All rows together, in tiles of 16.
-    assert [budget(FAST, ms) for ms in (20, 100, 5_000)] == [16, 80, 1_024]
-    budgets = [budget(FAST, ms) for ms in range(20, 1_200, 40)]
-    assert budgets == sorted(budgets)
+def test_without_a_token_budget_an_iteration_keeps_the_objective_with_a_tenth_to_spare() -> None:
+    # A chunk of the engine, or a block, and all that decode.
+    assert bounds(FAST, chunk_tokens=1_024, batch_max=16) == (1_040, 180 * MS)
+    assert bounds(LAYOUT, chunk_tokens=100, batch_max=16) == (272, 180 * MS)
+    assert bounds(FAST, token_budget=64) == (64, 0)
 
 
 @pytest.mark.parametrize("word", ["0", "-3", "many", ""])

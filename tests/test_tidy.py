@@ -136,7 +136,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "store.transports.rdma",
         "store.transports.tcp",
     },
-    "workers.batch_former": set(),
+    "workers.batch_former": {"schemas", "workers.token_budget"},
     "workers.token_budget": {"schemas"},
     "workers.model.loading": set(),
     "workers.model.text": {"workers.model.loading"},

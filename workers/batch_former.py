@@ -1,9 +1,9 @@
 """The batch former: it chooses the tokens of a mixed worker's next iteration.
 
 An iteration has rows of two kinds: one for each sequence that decodes, and chunks of prompts. Stall-free batching
-takes, in this order and while the token budget lasts:
+takes, in this order and while its tokens and its time last:
 
-1. every running sequence whose prompt is computed, one token each, whatever the budget is;
+1. every running sequence whose prompt is computed, one token each, whatever that takes;
 2. running requests whose prompt is computed in part;
 3. requests that wait, in the order in which they came, as room and `sequences_max` allow.
 
@@ -21,6 +21,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
+
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.workers.token_budget import time_bound
+
+NO_COST = CostProfile()
 
 
 class Room(Protocol):
@@ -121,18 +126,24 @@ class BatchFormer:
         sequences_max: int,
         grain_tokens: int = 1,
         replays: bool = False,
+        cost: CostProfile = NO_COST,
+        iteration_ns: int = 0,
     ) -> None:
         """`budget_tokens` may be changed between two iterations; the sequences that decode may then be more.
 
         `grain_tokens`: chunks end at multiples of it, or with their prompt; exact numerics need whole blocks.
         `replays`: drawn tokens of a preempted request go through decode again, one by one, and not into the prompt;
         exact numerics need that too.
+        `iteration_ns`: by `cost` no iteration takes longer, but for one tile of its first prompt, and of each that is
+        admitted; 0: the time is not bounded.
         """
         assert 0 < grain_tokens <= budget_tokens, (grain_tokens, budget_tokens)
         assert sequences_max > 0, sequences_max
         self._room = room
         self.budget_tokens, self.sequences_max, self.grain_tokens = budget_tokens, sequences_max, grain_tokens
-        self.replays = replays
+        self.replays, self._bound = replays, time_bound(cost, iteration_ns, grain_tokens)
+        #: Of the iteration that is being formed: time for further chunks, and a tile is due whatever it takes.
+        self._left_ns, self._tile_due = 0, False
         self._waiting: deque[Member] = deque()
         #: In the order of their admission.
         self._running: dict[str, Member] = {}
@@ -224,6 +235,9 @@ class BatchFormer:
         chunks: list[PromptChunk] = []
         admitted: list[str] = []
         left = max(0, self.budget_tokens - len(decodes))
+        if self._bound is not None:
+            context = sum(self._running[name].tokens + self._running[name].drawn for name in decodes)
+            self._left_ns, self._tile_due = self._bound.beside_ns(len(decodes), context), True
         for member in self._running.values():
             if not member.decodes:
                 left = self._take(member, left, chunks)
@@ -242,7 +256,8 @@ class BatchFormer:
                 break
             assert 0 <= cached < member.tokens, (member, cached)
             self._waiting.popleft()
-            member.computed = cached
+            # What is cached makes its chunk slower than it was thought to be, and it has its room by now.
+            member.computed, self._tile_due = cached, True
             self._running[member.name] = member
             admitted.append(member.name)
             left = self._take(member, left, chunks)
@@ -253,12 +268,19 @@ class BatchFormer:
         if tokens:
             last = member.computed + tokens == member.tokens
             chunks.append(PromptChunk(member.name, member.computed, tokens, last))
+            if self._bound is not None:
+                self._left_ns -= self._bound.cost.chunk_ns(member.computed, tokens)
+                self._tile_due = False
         # A budget that is too small for this one stays unused: later requests do not overtake it.
         return max(0, left - tokens) if member.computed + tokens == member.tokens else 0
 
     def _tokens(self, member: Member, left: int) -> int:
         """Tokens of the member's next chunk, 0 where nothing of it fits."""
         rest = member.tokens - member.computed
+        if self._bound is not None:
+            most = min(rest, left)
+            within = self._bound.tokens_within(self._left_ns, member.computed, most)
+            left = max(within, min(most, self._bound.tile_tokens)) if self._tile_due else within
         if rest <= left:
             return rest
         end = (member.computed + left) // self.grain_tokens * self.grain_tokens

@@ -81,8 +81,8 @@ class WorkerOptions(PoolOptions, frozen=True, kw_only=True):
     token_budget: Annotated[
         Literal["auto"] | Annotated[int, Meta(ge=1)],
         option(
-            "mixed: tokens of prompts and answers in one iteration; auto: by the profile, for the TBT "
-            "objective",
+            "mixed: tokens of prompts and answers in one iteration; auto: as many as keep the TBT objective "
+            "by the profile",
             "N",
         ),
     ] = AUTO
@@ -111,5 +111,5 @@ class WorkerProcessOptions(WorkerOptions, frozen=True, kw_only=True):
         ),
     ] = False
     iteration_ms: Annotated[
-        int, option("mixed: what an iteration may take, where --token-budget is auto")
+        int, option("mixed: time between tokens that an iteration keeps, where --token-budget is auto")
     ] = 1_000

@@ -1,62 +1,53 @@
-"""The token budget of a mixed worker's iterations, chosen by the time that they may take.
+"""The bounds of a mixed worker's iterations: tokens, and the time that they take by the worker's cost.
 
-Source: Sarathi-Serve (OSDI'24, arXiv 2403.02310), section 4.3.
+A number of tokens alone bounds no time: a chunk late in a long prompt attends to all that came before it, and takes
+several times as long as the same number of tokens at its start; and a budget that holds for the fullest batch leaves a
+small one nearly idle. So an iteration takes as many tokens as its time allows beside the decodes that it has.
+
+Source: Sarathi-Serve (OSDI'24, arXiv 2403.02310), section 4.3, for a budget that keeps the objective of time between
+tokens; Medha (arXiv 2409.17264) for chunks that become smaller as their prompt goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from typing import NamedTuple
 
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.policy import Layout
 
 #: Rows of a chunk are padded to this in fast numerics.
 TILE_ROWS = 16
+#: Of the objective, in percent: what an iteration may take. The rest is for what it takes longer than predicted.
+_SHARE_PERCENT = 90
 
 
-def token_budget(iteration_ns: Callable[[int], float], slo_ns: float, *, tile: int, tokens_max: int) -> int:
-    """The most tokens of an iteration that takes no longer than `slo_ns`: a multiple of `tile`, at least one tile.
-
-    `iteration_ns` of a number of tokens does not fall as they become more. Where one tile takes longer, no budget holds
-    the objective and one tile breaks it least.
-    """
-    assert 0 < tile <= tokens_max, (tile, tokens_max)
-    low, high = 1, tokens_max // tile
-    while low < high:
-        middle = (low + high + 1) // 2
-        if iteration_ns(middle * tile) <= slo_ns:
-            low = middle
-        else:
-            high = middle - 1
-    return low * tile
+def iteration_ns_of(tbt_slo_ns: int) -> int:
+    """The time of an iteration that holds the objective."""
+    return tbt_slo_ns * _SHARE_PERCENT // 100
 
 
-def largest_budget(
-    layout: Layout,
-    profile: CostProfile,
-    *,
-    iteration_ns: int,
-    batch_max: int,
-    context_tokens: int,
-    chunk_tokens: int,
-) -> int:
-    """The most tokens of an iteration that takes no longer than `iteration_ns`, by the profile: with a full batch whose
-    sequences have half of the cache's `context_tokens`, and a chunk in the middle of a prompt of a quarter of them.
+def time_bound(cost: CostProfile, iteration_ns: int, grain_tokens: int) -> IterationBound | None:
+    """A bound of iterations whose chunks end at multiples of `grain_tokens`; None for an `iteration_ns` of 0."""
+    tile = grain_tokens if grain_tokens > 1 else TILE_ROWS
+    return IterationBound(cost, iteration_ns, tile) if iteration_ns else None
 
-    In exact numerics chunks are whole blocks and share no product with decodes, which come on top; in fast ones all
-    rows are computed together, in whole tiles. Never less than one tile, nor more than `chunk_tokens` of prompts.
-    """
-    decode_ns = profile.step_ns(batch_max, context_tokens // 2)
-    before = context_tokens // 8
 
-    def takes_ns(tokens: int) -> int:
-        return decode_ns + profile.prefill_ns(before + tokens, before) - profile.prefill_base_ns
+class IterationBound(NamedTuple):
+    """The time that one iteration may take."""
 
-    if layout.numerics == "exact":
-        tile = layout.block_tokens
-        most = max(tile, chunk_tokens)
-        return token_budget(takes_ns, iteration_ns, tile=tile, tokens_max=most) + batch_max
-    most = max(TILE_ROWS, chunk_tokens)
-    return token_budget(
-        lambda tokens: takes_ns(max(0, tokens - batch_max)), iteration_ns, tile=TILE_ROWS, tokens_max=most
-    )
+    cost: CostProfile
+    iteration_ns: int
+    #: Of chunks, but for the last one of a prompt.
+    tile_tokens: int
+
+    def beside_ns(self, sequences: int, context_tokens: int) -> int:
+        """Time for chunks of prompts beside a batch that decodes; negative where that takes too long alone."""
+        return self.cost.beside_ns(self.iteration_ns, sequences, context_tokens)
+
+    def tokens_within(self, left_ns: int, start: int, tokens_max: int) -> int:
+        """Tokens of a chunk from `start` on that take no longer than `left_ns`: whole tiles, or `tokens_max`."""
+        if self.cost.chunk_ns(start, tokens_max) <= left_ns:
+            return tokens_max
+        tile = self.tile_tokens
+        tiles = range(1, tokens_max // tile + 1)
+        return tile * bisect_right(tiles, left_ns, key=lambda count: self.cost.chunk_ns(start, count * tile))

@@ -89,8 +89,9 @@ class WorkerConfig(WorkerOptions, frozen=True, kw_only=True):
     cache_elsewhere: bool = False
     #: 0: the profile's number.
     decode_groups: int = 0
-    #: 0: it is no mixed worker.
+    #: 0: it is no mixed worker. And the time of its iterations; 0: not bounded.
     token_budget: int = 0
+    iteration_ns: int = 0
     #: Attention: the KV heads that its cache has, and the first of them.
     first_kv_head: int = 0
     kv_heads: int = 0
@@ -229,6 +230,7 @@ class Worker(ABC):
                 first_kv_head=config.first_kv_head,
                 decode_groups=config.decode_groups,
                 token_budget=config.token_budget,
+                iteration_ns=config.iteration_ns,
                 kv_heads=config.kv_heads,
                 may_become=list(config.may_become),
                 stage_addresses=self.stage_addresses(),

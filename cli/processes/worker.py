@@ -24,7 +24,7 @@ from halfmoon.cli.processes.attention import (
     stage_channels,
 )
 from halfmoon.cli.processes.lifecycle import connect, healthy, say_takes_orders, stop_signal, until_stopped
-from halfmoon.cli.processes.mixed import token_budget_of
+from halfmoon.cli.processes.mixed import IterationBounds, iteration_bounds
 from halfmoon.cli.shared_options import ModelOptions, ProcessOptions
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.cost_profile import CostProfile
@@ -82,12 +82,12 @@ async def run(args: argparse.Namespace) -> int:
         kv_heads=kv_heads,
         elsewhere=elsewhere,
     )
+    mixed = duties >= {"prompts", "batch"}
+    bounds = iteration_bounds(args, options, layout) if mixed else IterationBounds(0, 0)
     follows: dict[str, Any] = {
         "kv_blocks": kv_blocks,
         "batch_max": options.batch_max if layout.layers else 1024,
-        "token_budget": token_budget_of(args, options, layout, profile, kv_blocks)
-        if duties >= {"prompts", "batch"}
-        else 0,
+        **bounds._asdict(),
         "decode_groups": 0 if options.decode_groups == "auto" else options.decode_groups,
     }
     config = WorkerConfig(

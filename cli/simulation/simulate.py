@@ -104,7 +104,7 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         "--token-budget",
         type=int,
         default=0,
-        help="tokens of a mixed worker's iteration (default: the most that hold --tbt-ms)",
+        help="tokens of a mixed worker's iteration (default: as many as keep --tbt-ms)",
     )
     names = ", ".join([*PROFILES, *ALIASES])
     group.add_argument(

@@ -89,7 +89,7 @@ from halfmoon.schemas.events import (
 from halfmoon.schemas.weights import PlacementsPaused, WeightsChanged
 
 #: Version of the state in snapshots. Another version is not restored: the log is replayed instead.
-SNAPSHOT_VERSION = 10
+SNAPSHOT_VERSION = 11
 #: Events after which a request that waits for lenders may find room.
 _MAY_END_AN_ORDER = (DecodeFailed, DecodeRefused, PrefillFailed, RequestCancelled, RequestFinished)
 

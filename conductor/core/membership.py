@@ -111,6 +111,7 @@ def _duties(event: WorkerJoined) -> tuple[PromptDuty | None, BatchDuty | None, H
         batch = BatchDuty(
             fit=decode_fit(event.profile),
             token_budget=event.token_budget,
+            iteration_ns=event.iteration_ns,
             cache_elsewhere=event.cache_elsewhere,
             groups=event.decode_groups,
         )

@@ -229,6 +229,7 @@ def _cluster(workers: Sequence[WorkerJoined], stores: dict[str, StoreJoined]) ->
         decode_pool_blocks=slots([worker for worker in decodes if worker not in mixed] or prefills),
         kv_blocks=min(worker.kv_blocks for worker in decodes),
         token_budget=min((worker.token_budget for worker in mixed), default=0),
+        iteration_ns=min((worker.iteration_ns for worker in mixed), default=0),
     )
 
 

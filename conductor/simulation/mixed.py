@@ -75,7 +75,9 @@ class SimulatedMixed:
         *,
         kv_blocks: int,
         token_budget: int,
+        iteration_ns: int,
     ) -> None:
+        """`iteration_ns` 0: the time of an iteration is not bounded."""
         self.context, self.worker_id, self.node, self.incarnation = context, worker_id, node, "i1"
         self.open: dict[str, SimulatedMixedOrder] = {}
         self.cost = context.profile.cost
@@ -88,6 +90,8 @@ class SimulatedMixed:
             sequences_max=context.profile.batch_max,
             grain_tokens=self._grain,
             replays=True,
+            cost=self.cost,
+            iteration_ns=iteration_ns,
         )
         self._busy = False
         self.obeyed_seq = 0

@@ -30,8 +30,10 @@ class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
     link_bytes_s: int = 0
     #: Tokens of one iteration of a colocated worker with chunked prefill.
     chunk_tokens: int = 512
-    #: Tokens of one iteration of a mixed worker; 0: the most that hold the policy's TBT objective by the profile.
+    #: Tokens of one iteration of a mixed worker, and its time by the profile. Without a time it is not bounded; without
+    #: tokens either it holds the policy's TBT objective.
     token_budget: int = 0
+    iteration_ns: int = 0
 
     @property
     def workers(self) -> Workers:

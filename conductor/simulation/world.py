@@ -66,7 +66,7 @@ from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, WorkerRole
 from halfmoon.schemas.types import KEY_BYTES
-from halfmoon.workers.token_budget import largest_budget
+from halfmoon.workers.token_budget import iteration_ns_of
 
 #: Of every process, where costs are the profile's and predictions are not corrected.
 HEARTBEAT_NS = 10 * SECOND_NS
@@ -79,7 +79,7 @@ LOOK_NS = SECOND_NS // 50
 CHECK_EVERY = 5_000
 
 
-#: A larger token budget is not chosen: by then a chunk keeps any device busy.
+#: Of a mixed worker without a token budget: by then a chunk keeps any device busy.
 TOKEN_BUDGET_MAX = 8_192
 
 
@@ -149,7 +149,7 @@ class World:
         #: All of them.
         self._workers: dict[str, SimulatedPrefill | SimulatedDecode | SimulatedMixed] = {}
         #: Of a mixed worker's iteration.
-        self._token_budget = 0
+        self._token_budget = self._iteration_ns = 0
         #: Time computed by workers that have another role by now.
         self._prefill_ns = self._decode_ns = 0
         #: Workers that finish their orders before they change, and the number that have changed.
@@ -174,7 +174,10 @@ class World:
             lambda: FrontendHeartbeat(frontend_id="frontend", incarnation="i1", open_requests=self.open), 0, 1
         )
         if cluster.mixed:
-            self._token_budget = cluster.token_budget or self._largest_budget(kv_blocks)
+            self._token_budget = cluster.token_budget or TOKEN_BUDGET_MAX
+            self._iteration_ns = cluster.iteration_ns
+            if not cluster.token_budget:
+                self._iteration_ns = iteration_ns_of(self.policy.tbt_slo_ns)
         counts: dict[WorkerRole, int] = {
             "prefill": cluster.prefill,
             "decode": cluster.decode,
@@ -185,17 +188,6 @@ class World:
             slots = decode_pool if role == "decode" else pool
             for place in range(count):
                 self._add_worker(role, f"{role}-{place:0{len(str(count - 1))}}", slots, kv_blocks)
-
-    def _largest_budget(self, kv_blocks: int) -> int:
-        """The most tokens of an iteration that hold the objective, as a live worker has them by default."""
-        return largest_budget(
-            self.layout,
-            self.profile.cost,
-            iteration_ns=self.policy.tbt_slo_ns,
-            batch_max=self.profile.batch_max,
-            context_tokens=kv_blocks * self.layout.block_tokens,
-            chunk_tokens=TOKEN_BUDGET_MAX,
-        )
 
     def _add_worker(self, role: WorkerRole, worker_id: str, slots: int, kv_blocks: int) -> None:
         """A worker and its node, with a pool of `slots` blocks; both join and start their heartbeats."""
@@ -214,6 +206,7 @@ class World:
     def _join(self, role: WorkerRole, worker_id: str, kv_blocks: int, incarnation: str) -> None:
         context, node_id = self.context, f"node-{worker_id}"
         duties = ROLES[role].duties
+        mixed = duties == {"prompts", "batch"}
         if duties == {"prompts"}:
             self._workers[worker_id] = self.prefill_workers[worker_id] = SimulatedPrefill(
                 context,
@@ -227,7 +220,7 @@ class World:
             self._workers[worker_id] = self.decode_workers[worker_id] = SimulatedDecode(
                 context, worker_id, kv_blocks, incarnation=incarnation
             )
-        elif duties == {"prompts", "batch"}:
+        elif mixed:
             self._workers[worker_id] = self.mixed_workers[worker_id] = SimulatedMixed(
                 context,
                 worker_id,
@@ -235,6 +228,7 @@ class World:
                 self.layout,
                 kv_blocks=kv_blocks,
                 token_budget=self._token_budget,
+                iteration_ns=self._iteration_ns,
             )
         else:
             raise ValueError(f"{role} workers are not simulated here")
@@ -249,7 +243,8 @@ class World:
                 context_tokens_max=self.profile.context_tokens_max,
                 batch_max=self.profile.batch_max,
                 profile=self.profile.cost,
-                token_budget=self._token_budget if role == "mixed" else 0,
+                token_budget=self._token_budget if mixed else 0,
+                iteration_ns=self._iteration_ns if mixed else 0,
                 may_become=list(ELASTIC_ROLES) if self.elastic and role in ELASTIC_ROLES else [],
                 stage_addresses=[worker_id] if self.together and duties == {"prompts"} else [],
                 activation_bytes=self.profile.activation_bytes if self.together else 0,

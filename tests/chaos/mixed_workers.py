@@ -39,6 +39,7 @@ class MixedWorker(PrefillWorker):
             world.profile,
             batch_max=world.batch_max,
             budget_tokens=self.token_budget(),
+            iteration_ns=self.iteration_ns(),
             prepared_max=world.prepared_max,
         )
         self.pushes: dict[str, int] = {}
@@ -50,6 +51,9 @@ class MixedWorker(PrefillWorker):
 
     def token_budget(self) -> int:
         return self.world.token_budget
+
+    def iteration_ns(self) -> int:
+        return self.world.iteration_ns
 
     def prompt_tokens_max(self) -> int:
         return 0

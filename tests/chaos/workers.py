@@ -163,6 +163,7 @@ class Worker(Process):
                 kv_heads=self.kv_heads,
                 may_become=list(ELASTIC_ROLES) if self.other is not None else [],
                 token_budget=self.token_budget(),
+                iteration_ns=self.iteration_ns(),
                 stage_addresses=self.stage_addresses(),
                 activation_bytes=2 * len(self.stage_addresses()),
                 answers=self.role == "prefill",
@@ -179,6 +180,9 @@ class Worker(Process):
         return 0
 
     def token_budget(self) -> int:
+        return 0
+
+    def iteration_ns(self) -> int:
         return 0
 
     def stage_addresses(self) -> list[str]:

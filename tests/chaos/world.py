@@ -136,6 +136,7 @@ class World:
                 self.layout = msgspec.structs.replace(self.layout, segment_tokens=SEGMENT_TOKENS)
         self.answer_draw = random.Random(f"answers {seed}")
         self.giver_draw = random.Random(f"giver {seed}")
+        self.iteration_ns = random.Random(f"iteration {seed}").choice([0, 5 * MS, 50 * MS])
         self.overload_shared = random.Random(f"overload {seed}").random() < 0.5
         self.attention_draw = random.Random(f"attention {seed}")
         self._add_attention(self.attention_draw)

@@ -25,7 +25,7 @@ from conductor_scripts import (
 )
 
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement.mixed_candidates import chunk_tokens, least_mixed, mixed_candidates
+from halfmoon.conductor.core.placement.mixed_candidates import chunks_beside, least_mixed, mixed_candidates
 from halfmoon.conductor.core.placement.policies import Least, mixed_rule
 from halfmoon.conductor.core.placement.prefix_match import match_prefix
 from halfmoon.conductor.replay.explain import remarks, verdict_text
@@ -114,7 +114,33 @@ def test_a_chunk_is_whole_blocks_in_exact_numerics(
 ) -> None:
     layout = msgspec.structs.replace(LAYOUT, numerics=numerics)
     script = cluster(mixed(layout=layout, token_budget=budget))
-    assert chunk_tokens(script.core.state.workers["m0"], decoding) == tokens
+    assert chunks_beside(script.core.state.workers["m0"], decoding, 0).tokens == tokens
+
+
+def test_the_time_of_an_iteration_bounds_its_chunks_and_the_time_between_tokens() -> None:
+    """Iterations of 60 ms: two blocks of 100 tokens take 20 ms in each beside a step of 12 and more."""
+    free, bound = (
+        cluster(mixed(iteration_ns=ns, token_budget=10_000), admission="none") for ns in (0, 60 * MS)
+    )
+    predicted = []
+    for script in (free, bound):
+        orders = [placed(script, f"r{number}") for number in range(2)]
+        for order in orders:
+            script(prefilled(order.order_id, order.request_id, "m0", compute_ns=110 * MS), after_ns=120 * MS)
+        predicted.append(placed(script, "long", tokens=9_000, max_tokens=10).predicted)
+    long_free, long_bound = predicted
+    # Ten thousand tokens in one iteration stop the others for a second.
+    assert long_free.tbt_ns > 1_000 * MS
+    assert 60 * MS <= long_bound.tbt_ns < 65 * MS
+    step_ns = free.core.state.workers["m0"].cost.step_ns(2, 2 * 1_100)
+    assert long_free.prefill_ns == 910 * MS + step_ns
+    assert long_bound.prefill_ns == 910 * MS + -(-910 * MS // (60 * MS - step_ns)) * step_ns
+
+
+def test_an_iteration_that_is_too_short_for_a_block_has_one_all_the_same() -> None:
+    script = cluster(mixed(iteration_ns=1 * MS))
+    worker = script.core.state.workers["m0"]
+    assert chunks_beside(worker, 3, 3_000).ns == worker.cost.chunk_ns(0, 100) > 1 * MS
 
 
 def test_the_earlier_first_token_decides_between_a_pair_and_a_mixed_worker() -> None:

@@ -14,7 +14,7 @@ from halfmoon.schemas.events import Stamped
 
 SEQ = 450
 #: Of a snapshot and its state, in this order: conductors of two releases compare digests. What changes it is a version.
-VERSION = 10
+VERSION = 11
 FIELDS = (
     "seq at_ns clock_lead_ns orders_now timers_in_row code_version policy paused weight_version workers stores "
     "frontends index requests parked orders finished timers asked_ns leaving links ssd_links answers round_robin "

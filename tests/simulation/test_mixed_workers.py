@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from halfmoon.conductor.simulation.mixed import SimulatedMixed, SimulatedMixedOrder
 from halfmoon.conductor.simulation.options import ClusterShape, ConfigurationImpossible, RunOptions
 from halfmoon.conductor.simulation.outcomes import Outcome
-from halfmoon.conductor.simulation.profiles import LLAMA3_A800, Profile
+from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import World
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.events import PrefillFinished, Stamped, WorkerJoined
 from halfmoon.schemas.policy import Policy
 from halfmoon.workers.batch_former import Iteration
@@ -25,6 +26,14 @@ ALL = Policy(admission="none")
 #: Blocks of the size that the live machine of the tests has.
 SMALL = ClusterShape(prefill=0, decode=0, mixed=1, block_tokens=BLOCK_TOKENS, pool_blocks=16, token_budget=8)
 SEQUENCES = 6
+#: Iterations of 20 to 60 ms have a few tokens each.
+COST = CostProfile(
+    prefill_base_ns=10 * MS,
+    prefill_per_token_ps=5_000 * MS,
+    prefill_per_token2_fs=200_000 * MS,
+    decode_base_ns=10 * MS,
+    decode_per_sequence_ns=1 * MS,
+)
 
 Rows = tuple[list[str], list[tuple[str, int, int]]]
 
@@ -39,11 +48,12 @@ def mixed(count: int, **fields: int) -> ClusterShape:
 
 
 def simulated(
-    requests: list[tuple[int, int]], numerics: str, kv_blocks: int, budget: int = 8
+    requests: list[tuple[int, int]], numerics: str, kv_blocks: int, budget: int = 8, iteration_ns: int = 0
 ) -> tuple[list[Rows], SimulatedMixed]:
     """The iterations of one worker, to which all of the (prompt, answer) come while the first one is computed."""
-    profile = msgspec.structs.replace(LLAMA3_A800, batch_max=SEQUENCES, numerics=numerics)
-    world = World(msgspec.structs.replace(SMALL, kv_blocks=kv_blocks, token_budget=budget), ALL, profile)
+    profile = msgspec.structs.replace(LLAMA3_A800, cost=COST, batch_max=SEQUENCES, numerics=numerics)
+    shape = {"kv_blocks": kv_blocks, "token_budget": budget, "iteration_ns": iteration_ns}
+    world = World(msgspec.structs.replace(SMALL, **shape), ALL, profile)
     (worker,) = world.mixed_workers.values()
     made: list[Rows] = []
     form = worker.former.form
@@ -75,10 +85,19 @@ def simulated(
     return made, worker
 
 
-def live(requests: list[tuple[int, int]], numerics: str, kv_blocks: int, budget: int) -> list[RunIteration]:
+def live(
+    requests: list[tuple[int, int]], numerics: str, kv_blocks: int, budget: int, iteration_ns: int
+) -> list[RunIteration]:
     """The same of the live machine."""
     layout = FAST if numerics == "fast" else LAYOUT
-    script = Script(layout, kv_blocks=kv_blocks, batch_max=SEQUENCES, budget_tokens=budget)
+    script = Script(
+        layout,
+        profile=COST,
+        kv_blocks=kv_blocks,
+        batch_max=SEQUENCES,
+        budget_tokens=budget,
+        iteration_ns=iteration_ns,
+    )
     first, *others = [
         order(number, prompt, answer) for number, (prompt, answer) in enumerate(requests, start=1)
     ]
@@ -106,13 +125,15 @@ def live_rows(made: RunIteration) -> Rows:
     requests=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 12)), min_size=1, max_size=7),
     kv_blocks=st.integers(9, 20),
     budget=st.sampled_from([4, 5, 8, 13]),
+    iteration_ms=st.sampled_from([0, 20, 40, 60]),
 )
 @settings(max_examples=60, deadline=None)
 def test_iterations_are_those_of_the_live_machine(
-    numerics: str, requests: list[tuple[int, int]], kv_blocks: int, budget: int
+    numerics: str, requests: list[tuple[int, int]], kv_blocks: int, budget: int, iteration_ms: int
 ) -> None:
-    here, worker = simulated(requests, numerics, kv_blocks, budget)
-    assert here == [live_rows(step) for step in live(requests, numerics, kv_blocks, budget)]
+    bounds = (kv_blocks, budget, iteration_ms * MS)
+    here, worker = simulated(requests, numerics, *bounds)
+    assert here == [live_rows(step) for step in live(requests, numerics, *bounds)]
     assert (worker.open, worker.former.running, worker.former.waiting) == ({}, (), ())
 
 
@@ -175,8 +196,18 @@ def test_a_prefix_is_read_from_its_own_node_and_from_another() -> None:
     assert {each.prefill_id for each in warm} == {"mixed-0", "mixed-1"}
 
 
-def test_what_is_told_to_the_log_is_what_a_live_worker_tells() -> None:
-    world = World(mixed(1, token_budget=700), ALL, LLAMA3_A800)
+@pytest.mark.parametrize(
+    ("options", "bounds"),
+    [
+        ({}, (8_192, 900 * MS)),
+        ({"token_budget": 700}, (700, 0)),
+        ({"token_budget": 700, "iteration_ns": 5 * MS}, (700, 5 * MS)),
+    ],
+)
+def test_what_is_told_to_the_log_is_what_a_live_worker_tells(
+    options: dict[str, int], bounds: tuple[int, int]
+) -> None:
+    world = World(mixed(1, **options), ALL, LLAMA3_A800)
     seen: list[Stamped] = []
     world.after_step = lambda stamped, _: seen.append(stamped)
     assert world.run([request(0, 1_024, answer=3)], sample_ns=S)
@@ -188,7 +219,8 @@ def test_what_is_told_to_the_log_is_what_a_live_worker_tells() -> None:
         "RequestFinished",
     ]
     (joined,) = [each.event for each in seen if isinstance(each.event, WorkerJoined)]
-    assert (joined.role, joined.token_budget, joined.may_become) == ("mixed", 700, [])
+    assert (joined.role, joined.may_become) == ("mixed", [])
+    assert (joined.token_budget, joined.iteration_ns) == bounds
     (prefilled,) = [each.event for each in seen if isinstance(each.event, PrefillFinished)]
     assert (prefilled.prompt_tokens, prefilled.cached_local_tokens, prefilled.pushed_bytes) == (1_024, 0, 0)
     assert prefilled.compute_ns == world.outcomes["r0"].compute_ns > 0
@@ -275,14 +307,24 @@ def test_beside_two_pools_every_request_ends(conversation: list[Arrival], policy
     assert sum(each.compute_ns for each in finished) <= report.devices.prefill_gpu_s * 1.001e9
 
 
-def test_the_token_budget_is_the_largest_that_holds_the_objective() -> None:
-    def budget(tbt_ms: int, profile: Profile = LLAMA3_A800) -> int:
-        policy = Policy(tbt_slo_ns=tbt_ms * MS)
-        return World(mixed(1), policy, profile).mixed_workers["mixed-0"].token_budget
+def test_without_a_token_budget_an_iteration_keeps_the_objective_however_long_the_prompts_are() -> None:
+    policy = Policy(admission="none", tbt_slo_ns=100 * MS)
+    arrivals = [request(0, 2_000, answer=400), *(request(300 + n, 40_000, 2, n + 2) for n in range(3))]
 
-    assert budget(1_000) > budget(400) > budget(1) == 16
-    exact = msgspec.structs.replace(LLAMA3_A800, numerics="exact")
-    assert budget(1, exact) == 512 + LLAMA3_A800.batch_max  # a block, and the decodes beside it
+    def run(shape: ClusterShape) -> list[Outcome]:
+        outcomes: dict[str, Outcome] = {}
+        simulate(arrivals, shape, policy, LLAMA3_A800, outcomes=outcomes)
+        return list(outcomes.values())
+
+    first, *long = run(mixed(1))
+    assert 80 * MS < first.tbt_ns <= 90 * MS
+    # So many tokens as hold it at the prompts' start: at their end they take longer.
+    tokens = next(n for n in range(2_000) if LLAMA3_A800.cost.iteration_ns([(0, n)], 1, 2_000) > 90 * MS)
+    slow, *_ = run(mixed(1, token_budget=tokens))
+    assert slow.tbt_ns > 200 * MS
+    # Each iteration has what it can take: little is lost to the time that decodes take beside them.
+    alone_ns = LLAMA3_A800.cost.prefill_ns(40_000, 0)
+    assert long[0].ttft_ns < 1.25 * alone_ns
 
 
 @pytest.mark.parametrize(("prefill", "decode", "count"), [(0, 0, 0), (1, 0, 1), (0, 1, 1), (0, 1, 0)])

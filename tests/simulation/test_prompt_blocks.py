@@ -152,7 +152,7 @@ def test_a_mixed_worker_computes_when_all_is_here(world: Surroundings) -> None:
     context = world.context
     layout = PROFILE.layout(BLOCK)
     worker = SimulatedMixed(
-        context, "mixed-0", context.nodes["here"], layout, kv_blocks=100, token_budget=8_192
+        context, "mixed-0", context.nodes["here"], layout, kv_blocks=100, token_budget=8_192, iteration_ns=0
     )
     worker.start(
         StartMixed(

@@ -90,7 +90,7 @@ class Script:
     def __init__(self, layout: Layout = LAYOUT, **fields: Any) -> None:
         own = {
             name: fields.pop(name)
-            for name in ("batch_max", "budget_tokens", "prepared_max")
+            for name in ("profile", "batch_max", "budget_tokens", "iteration_ns", "prepared_max")
             if name in fields
         }
         facts: dict[str, Any] = {
@@ -102,7 +102,8 @@ class Script:
             "has_store": layout.layers > 0,
         }
         self.state = MixedState(
-            WorkerFacts(**{**facts, **fields}), PROFILE, **{"batch_max": 4, "budget_tokens": 8, **own}
+            WorkerFacts(**{**facts, **fields}),
+            **{"profile": PROFILE, "batch_max": 4, "budget_tokens": 8, "iteration_ns": 0, **own},
         )
         self.layout = layout
         self.now_ns = 0

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.batching.iteration_times import token_budget
 from benchmarks.papers.batching.ways import Batching, ComparedFormer
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.workers.batch_former import BatchFormer, BlockRoom, Iteration, PromptChunk
-from halfmoon.workers.token_budget import token_budget
+from halfmoon.workers.token_budget import TILE_ROWS
 
 BLOCK_TOKENS = 4
 ITERATIONS_MAX = 3_000
+#: 20 ns an iteration, 3 ns a token of a prompt and much more later in it, 2 ns a sequence and a half for each token.
+COST = CostProfile(
+    prefill_base_ns=20,
+    prefill_per_token_ps=3_000,
+    prefill_per_token2_fs=1_000_000,
+    decode_base_ns=20,
+    decode_per_sequence_ns=2,
+    decode_per_context_token_ps=500,
+)
 
 
 class PrefixRoom(BlockRoom):
@@ -41,6 +52,8 @@ class World:
     #: The budget of each iteration, over and over.
     budgets: list[int] = field(default_factory=list)
     batching: Batching = Batching.STALL_FREE
+    #: Of each iteration; 0: whatever it takes.
+    iteration_ns: int = 0
 
     def run(self) -> None:
         # What comes in one iteration comes in the order of the numbers.
@@ -66,6 +79,8 @@ class World:
         if not batch.tokens:
             assert not waited, f"nothing is computed, and {waited} wait"
         self._check_who(batch, waited, ran)
+        if self.iteration_ns:
+            self._check_time(batch)
         for name in batch.preempted:
             self.preempted.add(name)
             self.due[name] += 0 if self.former.replays else self.drawn_since(name)
@@ -120,6 +135,7 @@ class World:
         assert [name for name in (*partial, *batch.admitted) if name in chunked] == chunked
         if self.batching is Batching.STALL_FREE:
             assert batch.tokens <= max(former.budget_tokens, len(batch.decodes))
+            assert set(batch.admitted) <= set(chunked), "room is taken, and nothing computed"
             assert list(batch.decodes) == [name for name in decoding if name in staying], "somebody stalls"
             unfinished = [chunk for chunk in batch.chunks if not chunk.last]
             assert len(unfinished) <= 1
@@ -129,6 +145,16 @@ class World:
         if self.batching in (Batching.HYBRID, Batching.PREFILL_FIRST):
             assert all(chunk.last for chunk in batch.chunks), "a prompt was cut"
             assert len(batch.chunks) <= 1 or batch.tokens - len(batch.decodes) <= former.budget_tokens
+
+    def _check_time(self, batch: Iteration) -> None:
+        """No chunk but the first, and those behind what was cached, makes it longer than it may be."""
+        context = sum(self.cached[name] + 1 for name in batch.decodes)
+        chunks = [(chunk.start, chunk.tokens) for chunk in batch.chunks]
+        for count, chunk in enumerate(batch.chunks, 1):
+            took_ns = COST.iteration_ns(chunks[:count], len(batch.decodes), context)
+            due = count == 1 or (chunk.name in batch.admitted and chunk.start > 0)
+            small = chunk.tokens <= (self.former.grain_tokens if self.former.grain_tokens > 1 else TILE_ROWS)
+            assert took_ns <= self.iteration_ns or (due and small), (batch, took_ns)
 
     def _check_room(self) -> None:
         assert self.room.free >= 0
@@ -158,12 +184,19 @@ def world(
     replays: bool = False,
     spare: int = 0,
     room: type[BlockRoom] = BlockRoom,
+    iteration_ns: int = 0,
 ) -> World:
     space = room(blocks, BLOCK_TOKENS, spare_blocks=spare)
     budget = max(budgets[0], grain)
     if batching is Batching.STALL_FREE:
         former = BatchFormer(
-            space, budget_tokens=budget, sequences_max=sequences, grain_tokens=grain, replays=replays
+            space,
+            budget_tokens=budget,
+            sequences_max=sequences,
+            grain_tokens=grain,
+            replays=replays,
+            cost=COST,
+            iteration_ns=iteration_ns,
         )
     else:
         former = ComparedFormer(
@@ -174,7 +207,14 @@ def world(
             batching=batching,
             replays=replays,
         )
-    return World(former, space, requests, budgets=[max(one, grain) for one in budgets], batching=batching)
+    return World(
+        former,
+        space,
+        requests,
+        budgets=[max(one, grain) for one in budgets],
+        batching=batching,
+        iteration_ns=iteration_ns,
+    )
 
 
 # 15 blocks of 4 tokens hold any one request of these, and not three.
@@ -188,6 +228,7 @@ def world(
     st.booleans(),
     st.integers(0, 2),
     st.sampled_from([BlockRoom, PrefixRoom]),
+    st.sampled_from([0, 0, 1, 60, 200, 400]),
 )
 def test_stall_free_batches_keep_their_invariants_and_every_request_ends(
     requests: list[tuple[int, int, int]],
@@ -198,6 +239,7 @@ def test_stall_free_batches_keep_their_invariants_and_every_request_ends(
     replays: bool,
     spare: int,
     room: type[BlockRoom],
+    iteration_ns: int,
 ) -> None:
     played = world(
         requests,
@@ -208,6 +250,7 @@ def test_stall_free_batches_keep_their_invariants_and_every_request_ends(
         replays=replays,
         spare=spare,
         room=room,
+        iteration_ns=iteration_ns,
     )
     played.run()
     assert played.drawn == {str(number): answer for number, (_, _, answer) in enumerate(requests)}
@@ -243,6 +286,57 @@ def test_decodes_beyond_a_budget_that_became_smaller_all_run_and_prompts_wait_fo
     for name in "abc":
         former.remove(name)
     assert former.form() == Iteration(("d", "e", "f"), (PromptChunk("long", 0, 1, last=False),), ("long",))
+
+
+def test_chunks_become_smaller_as_their_prompt_goes_on_and_more_sequences_decode() -> None:
+    former = BatchFormer(
+        BlockRoom(1_000, BLOCK_TOKENS),
+        budget_tokens=1_000,
+        sequences_max=100,
+        grain_tokens=4,
+        cost=COST,
+        iteration_ns=1_000,
+    )
+    former.add("long", 400)
+    sizes = []
+    for iteration in range(40):
+        (chunk,) = former.form().chunks
+        sizes.append(chunk.tokens)
+        former.made()
+        assert COST.chunk_ns(chunk.start, chunk.tokens + 4) > 980 or chunk.last, iteration
+        if chunk.last:
+            break
+    assert sizes[0] == 28
+    assert sizes[:-1] == sorted(sizes[:-1], reverse=True)
+    assert sizes[-2] < sizes[0] // 3
+    former.remove("long")
+    context = 0
+    for number in range(30):
+        former.add(str(number), 10)
+    while former.waiting or former.prefilling:
+        batch = former.form()
+        context += len(batch.decodes) + sum(11 for chunk in batch.chunks if chunk.last)
+        former.made()
+    former.add("next", 400)
+    batch = former.form()
+    assert len(batch.decodes) == 30
+    ((_, _, tokens, _),) = map(astuple, batch.chunks)
+    assert (
+        COST.iteration_ns([(0, tokens)], 30, context)
+        <= 1_000
+        < COST.iteration_ns([(0, tokens + 4)], 30, context)
+    )
+
+
+def test_who_gets_room_computes_a_tile_though_it_is_slower_behind_what_was_cached() -> None:
+    room = PrefixRoom(1_000, BLOCK_TOKENS)
+    former = BatchFormer(
+        room, budget_tokens=100, sequences_max=9, grain_tokens=4, cost=COST, iteration_ns=100
+    )
+    former.add("3", 4)
+    former.add("1", 40)
+    # The first one leaves 52 ns. Four tokens take 28 at the start of a prompt, and 156 behind 16 of them.
+    assert [astuple(chunk)[:3] for chunk in former.form().chunks] == [("3", 0, 4), ("1", 16, 4)]
 
 
 def test_decodes_come_first_then_the_prompt_that_is_begun_then_new_ones() -> None:

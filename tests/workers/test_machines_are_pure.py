@@ -80,6 +80,7 @@ SHARED = (
     "model.sampling_params",
     "model.segments",
     "sample_requests",
+    "token_budget",
 )
 #: Of other packages, held to the same rules.
 ELSEWHERE = ("store.kv_arrival",)

@@ -7,8 +7,8 @@
 A request's tokens, its slots of the node's pool and its fetches are a prefill's (`Job`), and so is the answer that its
 prompt is computed; tokens that are drawn, delivered and sent again are a decode's (`DecodeSequence`). Between them
 nothing moves: the KV stays in the worker's cache. Each iteration has one row of every sequence that decodes and chunks
-of prompts within the token budget (`halfmoon.workers.batch_former`); whole blocks of the prompt are copied to the
-node's pool, where others find them.
+of prompts within its tokens and its time (`halfmoon.workers.batch_former`); whole blocks of the prompt are copied to
+the node's pool, where others find them.
 
 Prompts are never starved by decodes: beside them there is always room for one grain. A preempted request computes its
 prompt again and feeds its drawn tokens through decode, so that exact numerics give the same bits.
@@ -17,7 +17,8 @@ Source: Sarathi-Serve (OSDI'24), section 4.2 (stall-free batching).
 """
 
 # The idea is Sarathi-Serve's: an iteration that only decodes leaves the processor idle, so chunks of prompts ride
-# along, and a token budget bounds how much they slow the decodes. The budget is the whole of the scheduling.
+# along, and a budget bounds how much they slow the decodes: of tokens there, of time by the worker's profile here. The
+# budget is the whole of the scheduling.
 #
 # It is simpler here than a scheduler that knows both phases. A mixed order is a prefill's job and a decode's sequence,
 # both as the other workers have them, and it answers with their events. The conductor, the frontend and the pool see
@@ -81,6 +82,7 @@ class MixedState:
         *,
         batch_max: int,
         budget_tokens: int,
+        iteration_ns: int,
         prepared_max: int = 3,
     ) -> None:
         layout, kv_blocks = worker.layout, worker.kv_blocks
@@ -106,6 +108,8 @@ class MixedState:
             sequences_max=batch_max,
             grain_tokens=self.grain,
             replays=True,
+            cost=profile,
+            iteration_ns=iteration_ns,
         )
         self.times = StepTimes(profile)
         #: The iteration of the compute thread, and orders that were cancelled during it: they end after it.

@@ -62,6 +62,7 @@ class MixedWorker(PromptWorker):
             config.profile,
             batch_max=config.batch_max,
             budget_tokens=config.token_budget,
+            iteration_ns=config.iteration_ns,
             prepared_max=config.prepared_max,
         )
         self._awake = asyncio.Event()

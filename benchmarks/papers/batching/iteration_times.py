@@ -7,7 +7,7 @@ Source: Sarathi-Serve (OSDI'24), section 4.1, for both regimes; SARATHI (arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from benchmarks.papers.devices import (
@@ -21,7 +21,6 @@ from benchmarks.papers.devices import (
 from halfmoon.conductor.simulation.profiles import ALL_REDUCE_NS
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.workers.token_budget import token_budget
 
 #: Rows of a tile of a matrix product: more than one tile's are computed as whole ones.
 TILE_ROWS = 128
@@ -76,6 +75,23 @@ class RooflineTimes:
             took += max(flops / self._flops_s, (start + tokens) * model.token_bytes / self._bytes_s)
         reduces = 2 * model.layers * ALL_REDUCE_NS if self.devices > 1 else 0
         return took * SECOND_NS + reduces
+
+
+def token_budget(iteration_ns: Callable[[int], float], slo_ns: float, *, tile: int, tokens_max: int) -> int:
+    """The most tokens of an iteration that takes no longer than `slo_ns`: a multiple of `tile`, at least one tile.
+
+    `iteration_ns` of a number of tokens does not fall as they become more. Where one tile takes longer, no budget holds
+    the objective and one tile breaks it least. Source: Sarathi-Serve, section 4.3.
+    """
+    assert 0 < tile <= tokens_max, (tile, tokens_max)
+    low, high = 1, tokens_max // tile
+    while low < high:
+        middle = (low + high + 1) // 2
+        if iteration_ns(middle * tile) <= slo_ns:
+            low = middle
+        else:
+            high = middle - 1
+    return low * tile
 
 
 def budget_for(

@@ -1,7 +1,8 @@
 """Candidates that are one mixed worker each: a request's times where prompts and answers share iterations.
 
 Beside a prompt's chunks go the decodes that the worker has, so a prompt takes as many decode steps longer as it takes
-iterations; and beside the answer go chunks of other prompts, up to the token budget, wherever there are others.
+iterations; and beside the answer go chunks of other prompts, up to the token budget and the time of an iteration,
+wherever there are others.
 
 Source: Sarathi-Serve (OSDI'24), sections 4.2 and 4.3: the time that a chunk adds to a decode's iteration, and the
 reverse.
@@ -197,26 +198,41 @@ def _candidate_of(
     answer_tokens: int,
 ) -> MixedCandidate:
     prefill = candidate_of(state, worker, request.prompt_tokens, match, now_ns)
-    decode = decode_candidate_of(state, worker, match, request.prompt_tokens + answer_tokens)
+    own_tokens = request.prompt_tokens + answer_tokens
+    decode = decode_candidate_of(state, worker, match, own_tokens)
     # Those that wait now are computed before it, and write their answers by then.
     others_wait_ns = prefill.prefill_ns * len(worker.orders)
     decoding = [order for order_id in worker.orders if (order := state.orders[order_id]).phase == "decode"]
     if decoding:
+        context = sum(order.decode.context_tokens for order in decoding)
+        tokens, chunks_ns = chunks_beside(worker, len(decoding), context)
         computed = request.prompt_tokens - prefill.cached_tokens
-        iterations = -(-computed // chunk_tokens(worker, len(decoding)))
-        step_ns = worker.cost.step_ns(len(decoding), sum(order.decode.context_tokens for order in decoding))
-        beside_ns = iterations * step_ns
+        iterations = max(-(-computed // tokens), -(-prefill.prefill_ns // chunks_ns))
+        beside_ns = iterations * worker.cost.step_ns(len(decoding), context)
         prefill = msgspec.structs.replace(
             prefill, prefill_ns=prefill.prefill_ns + beside_ns, ttft_ns=prefill.ttft_ns + beside_ns
         )
     if worker.orders:
-        chunk_ns = worker.cost.prefill_ns(chunk_tokens(worker, len(worker.orders)), 0)
+        tokens, chunks_ns = chunks_beside(worker, len(worker.orders), worker.context_tokens + own_tokens)
+        chunk_ns = min(worker.cost.prefill_ns(tokens, 0), chunks_ns)
         decode = msgspec.structs.replace(decode, tbt_ns=decode.tbt_ns + chunk_ns)
     return MixedCandidate(prefill=prefill, decode=decode, others_wait_ns=others_wait_ns)
 
 
-def chunk_tokens(worker: WorkerRecord, decoding: int) -> int:
-    """Tokens of prompts in an iteration beside `decoding` decodes: whole blocks in exact numerics, one at least."""
+class ChunksBeside(NamedTuple):
+    """Chunks of prompts in one iteration, at most."""
+
+    tokens: int
+    ns: int
+
+
+def chunks_beside(worker: WorkerRecord, sequences: int, context_tokens: int) -> ChunksBeside:
+    """In an iteration beside so many decodes: whole grains, one at least."""
+    duty, cost = worker.batch, worker.cost
+    assert duty is not None, worker
     grain = worker.block_tokens if worker.layout.numerics == "exact" else 1
-    assert worker.batch is not None, worker
-    return max(grain, (worker.batch.token_budget - decoding) // grain * grain)
+    tokens = max(grain, (duty.token_budget - sequences) // grain * grain)
+    if not duty.iteration_ns:
+        return ChunksBeside(tokens, NEVER_NS)
+    left_ns = cost.beside_ns(duty.iteration_ns, sequences, context_tokens)
+    return ChunksBeside(tokens, max(left_ns, cost.chunk_ns(0, grain), 1))

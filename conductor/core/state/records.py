@@ -105,8 +105,9 @@ class BatchDuty(msgspec.Struct, kw_only=True):
     """A worker decodes sequences, all in one batch."""
 
     fit: Fit
-    #: Tokens of an iteration that computes prompts too; 0: none does.
+    #: Tokens of an iteration that computes prompts too; 0: none does. And its time; 0: not bounded.
     token_budget: int = 0
+    iteration_ns: int = 0
     #: It keeps no KV: attention workers have it. Its rows take turns in `groups` groups by its option (0: by its
     #: profile), and did in its newest step. Time of such steps, in thousandths of the sum of their parts.
     cache_elsewhere: bool = False
