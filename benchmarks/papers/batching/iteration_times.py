@@ -7,6 +7,7 @@ Source: Sarathi-Serve (OSDI'24), section 4.1, for both regimes; SARATHI (arXiv 2
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -84,14 +85,8 @@ def token_budget(iteration_ns: Callable[[int], float], slo_ns: float, *, tile: i
     the objective and one tile breaks it least. Source: Sarathi-Serve, section 4.3.
     """
     assert 0 < tile <= tokens_max, (tile, tokens_max)
-    low, high = 1, tokens_max // tile
-    while low < high:
-        middle = (low + high + 1) // 2
-        if iteration_ns(middle * tile) <= slo_ns:
-            low = middle
-        else:
-            high = middle - 1
-    return low * tile
+    tiles = range(1, tokens_max // tile + 1)
+    return tile * max(1, bisect_right(tiles, slo_ns, key=lambda count: iteration_ns(count * tile)))
 
 
 def budget_for(
