@@ -99,6 +99,8 @@ class TransferRules(AdmissionRules, frozen=True):
     #: Blocks of a prompt that a prefill worker has accepted before count as held there; False, as in older logs, whose
     #: workers did not wait for them: only blocks that are readable count.
     coming_blocks: bool = False
+    #: So do those that a mixed worker has accepted; False, as in older logs, whose mixed workers did not wait for them.
+    coming_at_mixed: bool = False
     #: A prompt is computed before waiting ones that take longer, but no prompt waits for those that come later than so
     #: many times its own duration behind it; 0, as in older logs: each worker computes its prompts as they come.
     passing_durations: Annotated[int, Meta(ge=0, le=1_000)] = 0
@@ -202,6 +204,7 @@ class Policy(LivenessRules, frozen=True):
             group_from="spare",
             links_by_blocks=True,
             coming_blocks=True,
+            coming_at_mixed=True,
             passing_durations=8,
             mixed_by_policy=True,
             one_token_prefills=True,

@@ -14,6 +14,7 @@ from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.schemas.decisions import StartDecode, StartMixed, StartPrefill
 from halfmoon.schemas.events import Event, RequestFinished
+from halfmoon.schemas.policy import Policy
 
 
 class Surroundings(Protocol):
@@ -41,14 +42,15 @@ class SimulationContext:
         world: Surroundings,
         *,
         block_tokens: int,
-        coming_blocks: bool,
+        policy: Policy,
     ) -> None:
         self.profile = profile
         self.clock = clock
         self.network = network
         self.block_tokens = block_tokens
-        #: Whether prompts wait for blocks that one before them computes (`Policy.coming_blocks`).
-        self.coming_blocks = coming_blocks
+        #: Whether prompts wait for blocks that one before them computes: at prefill workers, at mixed ones.
+        self.coming_blocks = policy.coming_blocks
+        self.coming_at_mixed = policy.coming_blocks and policy.coming_at_mixed
         self.block_bytes = profile.layout(block_tokens).block_bytes
         self.say, self.ended, self.keys = world.say, world.ended, world.keys
         #: By request and by node id.

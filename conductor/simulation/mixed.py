@@ -153,10 +153,12 @@ class SimulatedMixed:
 
     def _go_on(self) -> None:
         """Prepare the next ones, give the former those that are prepared, and compute."""
-        running = dict.fromkeys(self.former.running)
+        running = {order_id: self.open[order_id] for order_id in self.former.running}
         waiting = [known for order_id, known in self.open.items() if order_id not in running]
-        for known in waiting[: self.context.profile.prepared_max]:
-            if not known.prepared:
+        for place, known in enumerate(waiting[: self.context.profile.prepared_max]):
+            if not known.prepared and not self._prefix_is_coming(
+                known, [*running.values(), *waiting[:place]]
+            ):
                 known.prepared = True
                 known.blocks.prepare(
                     known.order.prompt_tokens,
@@ -170,6 +172,14 @@ class SimulatedMixed:
                 self.former.add(known.order.order_id, known.order.prompt_tokens)
         if not self._busy:
             self._next()
+
+    def _prefix_is_coming(self, known: SimulatedMixedOrder, before: Sequence[SimulatedMixedOrder]) -> bool:
+        """One of those before it, whose prompts are not computed, brings blocks that it can use."""
+        return self.context.coming_at_mixed and any(
+            one.blocks.brings_for(known.blocks, known.order.prompt_tokens)
+            for one in before
+            if not one.answered
+        )
 
     # --- iterations -----------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from halfmoon.conductor.simulation.prompt_blocks import PromptBlocks
 from halfmoon.conductor.simulation.stages import stage_times
 from halfmoon.schemas.decisions import StartPrefill, StartStage
 from halfmoon.schemas.events import PrefillFinished, StageFinished, WorkerHeartbeat
-from halfmoon.schemas.keys import common_blocks, join_keys
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.similar import SimilarReuse, expected_reuse, reuse_of
 
@@ -35,7 +34,6 @@ class SimulatedJob:
         "cancelled",
         "compute_ns",
         "computed",
-        "joined_keys",
         "order",
         "prepared",
         "push_missing",
@@ -46,7 +44,6 @@ class SimulatedJob:
 
     def __init__(self, order: StartPrefill, blocks: PromptBlocks, now_ns: int) -> None:
         self.order, self.blocks, self.arrived_ns = order, blocks, now_ns
-        self.joined_keys = join_keys(blocks.keys)
         self.prepared = self.cancelled = self.computed = False
         self.pushing: Transfer | None = None
         self.target_held: list[bytes] = []
@@ -175,11 +172,8 @@ class SimulatedPrefill:
         # Workers of older logs did not wait: their policy does not count on it.
         if not self.context.coming_blocks:
             return False
-        usable = (job.order.prompt_tokens - 1) // self.context.block_tokens
         before = [*([self.running] if self.running is not None else []), *islice(self.queue, place)]
-        return any(
-            min(usable, common_blocks(one.joined_keys, job.joined_keys)) > one.blocks.local for one in before
-        )
+        return any(one.blocks.brings_for(job.blocks, job.order.prompt_tokens) for one in before)
 
     def _prepare(self, job: SimulatedJob) -> None:
         job.blocks.prepare(

@@ -10,6 +10,7 @@ from halfmoon.conductor.simulation.context import SimulationContext
 from halfmoon.conductor.simulation.network import Transfer
 from halfmoon.conductor.simulation.nodes import Node
 from halfmoon.schemas.decisions import Fetch
+from halfmoon.schemas.keys import common_blocks, join_keys
 
 
 class PromptBlocks:
@@ -23,6 +24,7 @@ class PromptBlocks:
         "_transfer",
         "fetch_ns",
         "fetched",
+        "joined_keys",
         "keys",
         "layer_here",
         "loaded",
@@ -32,6 +34,7 @@ class PromptBlocks:
 
     def __init__(self, context: SimulationContext, node: Node, keys: list[bytes]) -> None:
         self._context, self._node, self.keys = context, node, keys
+        self.joined_keys = join_keys(keys)
         #: Blocks used: from the node itself, from another (`source`).
         self.local = self.fetched = 0
         self.source: Node | None = None
@@ -50,6 +53,11 @@ class PromptBlocks:
     @property
     def fetched_bytes(self) -> int:
         return self.fetched * self._context.block_bytes
+
+    def brings_for(self, other: PromptBlocks, prompt_tokens: int) -> bool:
+        """Whether it fetches, or is to compute, blocks that `other`, a prompt of so many tokens behind it, can use."""
+        usable = (prompt_tokens - 1) // self._context.block_tokens
+        return min(usable, common_blocks(self.joined_keys, other.joined_keys)) > self.local
 
     def prepare(
         self,

@@ -127,7 +127,7 @@ class World:
             self.outcomes,
             self,
             block_tokens=cluster.block_tokens,
-            coming_blocks=policy.coming_blocks,
+            policy=policy,
         )
         self.core = Core()
         self.samples: list[LoadSample] = []

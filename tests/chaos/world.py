@@ -87,6 +87,7 @@ class World:
         self.idle_served = random.Random(f"idle {seed}").random() < 0.5
         self.correction_window = random.Random(f"correction {seed}").choice([0, 0, 3, 15])
         self.coming_blocks = random.Random(f"coming {seed}").random() < 0.5
+        self.coming_at_mixed = random.Random(f"coming at mixed {seed}").random() < 0.5
         self.one_token_prefills = random.Random(f"one token {seed}").random() < 0.7
         self.passing_durations = random.Random(f"passing {seed}").choice([0, 1, 8])
         self.copies_price = random.Random(f"copies {seed}").choice(get_args(CopiesPrice))
@@ -303,6 +304,7 @@ class World:
             correction_window=self.correction_window,
             copies_price=self.copies_price,
             coming_blocks=self.coming_blocks,
+            coming_at_mixed=self.coming_at_mixed,
             passing_durations=self.passing_durations,
             one_token_prefills=self.one_token_prefills,
         )

@@ -1,11 +1,11 @@
-"""Blocks that a prefill worker is to compute for a prompt before this one count as held there."""
+"""Blocks that a worker is to compute for a prompt before this one count as held there."""
 
 from __future__ import annotations
 
 import pytest
-from conductor_scripts import MS, Script, arrived, decode, keys, prefill, prefilled
+from conductor_scripts import MS, Script, arrived, decode, keys, prefill, prefilled, worker
 
-from halfmoon.schemas.decisions import StartPrefill
+from halfmoon.schemas.decisions import StartMixed, StartPrefill
 from halfmoon.schemas.events import PolicyChanged, RequestArrived, RequestCancelled
 from halfmoon.schemas.policy import Policy, PolicyName
 from halfmoon.schemas.types import KEY_BYTES
@@ -91,3 +91,24 @@ def test_what_ended_under_another_policy_is_not_coming_under_this_one() -> None:
     script(prefilled(order.order_id, "a"))
     script(PolicyChanged(policy=Policy(admission="none", coming_blocks=True)))
     assert placed(script, alike("b")).local_blocks == 0
+
+
+@pytest.mark.parametrize(("waits", "expected"), [(True, ("m0", 9)), (False, ("m1", 0))])
+@pytest.mark.parametrize("by_policy", [True, False])
+def test_a_mixed_worker_will_have_what_prompts_before_it_there_compute(
+    waits: bool, expected: tuple[str, int], by_policy: bool
+) -> None:
+    fleet = [worker(f"m{number}", "mixed", token_budget=216) for number in range(2)]
+    rules = {"coming_blocks": True, "coming_at_mixed": waits, "mixed_by_policy": by_policy}
+    script = Script(*fleet, admission="none", **rules)
+    (first,) = script.orders(alike("a"))
+    assert isinstance(first, StartMixed)
+    (second,) = script.orders(alike("b"), 50 * MS)
+    assert isinstance(second, StartMixed)
+    assert (second.worker_id, second.local_blocks) == expected
+    # What is computed there and was not announced is not coming any more.
+    script(prefilled(first.order_id, "a", "m0"))
+    script(RequestCancelled(request_id="b"))
+    (third,) = script.orders(alike("c"))
+    assert isinstance(third, StartMixed)
+    assert third.local_blocks == 0

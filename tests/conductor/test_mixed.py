@@ -358,6 +358,8 @@ def wide_fleet(draw: random.Random) -> Script:
     script = cluster(
         name=draw.choice(["halfmoon", "local_cache_aware", "mooncake"]),
         mixed_by_policy=draw.choice([True, False]),
+        coming_blocks=True,
+        coming_at_mixed=draw.choice([True, False]),
         admission=draw.choice(["none", "none", "predicted"]),
         queued_max_per_worker=draw.choice([2, 100]),
         link_bytes_s=10 ** draw.randrange(7, 11),
@@ -380,7 +382,9 @@ def wide_fleet(draw: random.Random) -> Script:
     state = script.core.state
     state.counters.prompt_tokens, state.counters.cached_local_tokens = 1_000, draw.choice([0, 300])
     for number in range(draw.choice([0, 5, 20, 60])):
-        for order in script.orders(arrived(f"r{number}", draw.choice([100, 950]), block_keys=b"")):
+        for order in script.orders(
+            arrived(f"r{number}", draw.choice([100, 950]), block_keys=keys(draw.choice([0, 0, 1, 9])))
+        ):
             if isinstance(order, StartMixed) and draw.random() < 0.7:
                 script(prefilled(order.order_id, order.request_id, order.worker_id), after_ns=MS)
     return script

@@ -196,6 +196,16 @@ def test_a_prefix_is_read_from_its_own_node_and_from_another() -> None:
     assert {each.prefill_id for each in warm} == {"mixed-0", "mixed-1"}
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_many_questions_about_one_new_text_compute_it_once(waits: bool) -> None:
+    outcomes: dict[str, Outcome] = {}
+    arrivals = [request(at_ms, 8_192, answer=20) for at_ms in range(5)]
+    policy = Policy(admission="none", coming_blocks=True, coming_at_mixed=waits)
+    simulate(arrivals, mixed(1, token_budget=12_000), policy, LLAMA3_A800, outcomes=outcomes)
+    reused = [outcome.local_tokens for outcome in outcomes.values()]
+    assert reused == ([0, *[15 * 512] * 4] if waits else [0, 0, 0, 0, 15 * 512])
+
+
 @pytest.mark.parametrize(
     ("options", "bounds"),
     [

@@ -19,6 +19,7 @@ from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.prompt_blocks import PromptBlocks
 from halfmoon.schemas.decisions import Fetch, StartMixed, StartPrefill
 from halfmoon.schemas.events import Event, PrefillFinished
+from halfmoon.schemas.policy import Policy
 
 S = 1_000_000_000
 BLOCK = 512
@@ -43,7 +44,7 @@ class Surroundings:
             self.outcomes,
             self,
             block_tokens=BLOCK,
-            coming_blocks=True,
+            policy=Policy(coming_blocks=True),
         )
         for name, blocks in (("here", 1), ("there", 4), ("elsewhere", 0)):
             node = self.context.nodes[name] = Node(self.say, name, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from halfmoon.schemas.cost_profile import CostProfile
@@ -108,8 +109,9 @@ class Script:
         self.layout = layout
         self.now_ns = 0
         self.replies: dict[str, TakeReply] = {}
-        #: By order, how many blocks its node has already.
+        #: By order, how many blocks its node has already, and the one whose text it has.
         self.present: dict[str, int] = {}
+        self.like: dict[str, str] = {}
         self.todo: list[Action] = []
         self.said: list[Action] = []
         self.step: RunIteration | None = None
@@ -158,13 +160,16 @@ class Script:
             case _:
                 pass
 
-    def begin(self, given: StartMixed, present: int = 0, **fields: Any) -> None:
-        """Orders it; its tokens and slots come when `prepare` is called."""
+    def begin(self, given: StartMixed, present: int = 0, like: str = "", **fields: Any) -> None:
+        """Orders it; its tokens and slots come when `prepare` is called. Its text is that of the order `like`."""
         self.present[given.order_id] = present
+        self.like[given.order_id] = like or given.order_id
         sampling = Sampling(temperature=0.0, ignore_eos=True)
-        keys = bytes(16 * (given.prompt_tokens // BLOCK_TOKENS))
+        text = prompt_of(like or given.order_id, given.prompt_tokens)
+        ends = range(BLOCK_TOKENS - 1, len(text), BLOCK_TOKENS)
+        keys = b"".join(text[end].to_bytes(16) for end in ends)
         self.replies[given.order_id] = TakeReply(
-            token_ids=pack_tokens(prompt_of(given.order_id, given.prompt_tokens)),
+            token_ids=pack_tokens(text),
             **{"block_keys": keys, "sampling": sampling, **fields},
         )
         self.hear(MixedOrdered, order=given)
@@ -178,8 +183,12 @@ class Script:
             case ReserveSlots(order_id=order_id, blocks=blocks):
                 slots = [self._slots + i for i in range(blocks)]
                 self._slots += blocks
-                present = list(range(self.present[order_id]))
-                self._fill(order_id, slots, range(self.present[order_id]))
+                alike = [other for other, text in self.like.items() if text == self.like[order_id]]
+                there = {*range(self.present[order_id])}.union(
+                    *(self.committed.get(other, ()) for other in alike)
+                )
+                present = sorted(there.intersection(range(blocks)))
+                self._fill(order_id, slots, present)
                 self.hear(SlotsReserved, order_id=order_id, slots=slots, present=present)
             case StartFetch(order_id=order_id, first_block=first, blocks=count) if fails:
                 self.hear(FetchFailed, order_id=order_id, reason="gone")
@@ -195,8 +204,8 @@ class Script:
             case other:
                 raise AssertionError(other)
 
-    def _fill(self, order_id: str, slots: list[int], blocks: range) -> None:
-        text = prompt_of(order_id, 10_000)
+    def _fill(self, order_id: str, slots: list[int], blocks: Iterable[int]) -> None:
+        text = prompt_of(self.like[order_id], 10_000)
         for block in blocks:
             ends = range(block * BLOCK_TOKENS + 1, (block + 1) * BLOCK_TOKENS + 1)
             self.pool[slots[block]] = [tuple(text[:end]) for end in ends]

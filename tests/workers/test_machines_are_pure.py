@@ -23,6 +23,7 @@ MACHINES = {
         "job",
         "layer_runs",
         "layer_stages.job",
+        "prefix_waits",
         "prompt_chunks",
         "reference_job",
         "stages",

@@ -279,6 +279,41 @@ EVENTS = st.lists(
 )
 
 
+def test_a_prompt_waits_for_blocks_that_one_before_it_computes() -> None:
+    script = Script(kv_blocks=64, batch_max=8, budget_tokens=8)
+    script.begin(order(1, 20))
+    script.begin(order(2, 9), like="1-1")
+    script.begin(order(3, 5))
+    script.run()
+    # The third one, of another text, does not wait; the second one computes what the first one leaves.
+    starts = {name: [] for name in ("1-1", "2-1", "3-1")}
+    for step in script.steps:
+        for row in step.chunks:
+            starts[row.sequence.order_id].append(row.start)
+    assert starts == {"1-1": [0, 4, 8, 12, 16], "2-1": [8], "3-1": [0, 4]}
+    assert script.delivered["r2"] == answer_of(1, 9, 3)
+    first = [each.event.request_id for each in script.said if isinstance(each, Report)]
+    assert first.index("r3") < first.index("r2")
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "lost"])
+def test_a_prompt_waits_no_longer_than_the_one_before_it_is_there(ends: str) -> None:
+    script = Script(kv_blocks=64, batch_max=8, budget_tokens=8)
+    script.begin(order(1, 20))
+    script.begin(order(2, 9), like="1-1")
+    while script.step is None:
+        script.advance()
+    while script.todo:
+        script.prepare()
+    if ends == "cancelled":
+        script.hear(OrderCancelled, order_id="1-1")
+        script.compute()
+    else:
+        script.compute(lost=("1-1",))
+    script.run()
+    assert script.delivered["r2"] == answer_of(1, 9, 3)
+
+
 @settings(max_examples=120, deadline=None)
 @given(events=EVENTS, blocks=st.integers(8, 24), budget=st.integers(1, 20), fast=st.booleans())
 def test_whatever_is_heard(events: list[tuple[str, int]], blocks: int, budget: int, fast: bool) -> None:

@@ -68,6 +68,7 @@ from halfmoon.workers.mixed.room import CacheRoom
 from halfmoon.workers.prefill.actions import CommitPrompt
 from halfmoon.workers.prefill.events import Preparing
 from halfmoon.workers.prefill.job import Job
+from halfmoon.workers.prefill.prefix_waits import reserve_in_turn
 from halfmoon.workers.prefill.stages import JobRules, PrefillStage
 from halfmoon.workers.sample_requests import scores_of
 
@@ -192,9 +193,6 @@ class MixedState:
         if request is None or request.answered:
             return
         request.job.step(event, self.out)
-        # It computes several prompts at once, so none waits for another's blocks.
-        if request.job.stage is PrefillStage.AWAITING_PREFIX:
-            request.job.reserve(self.now_ns, self.out)
         taken = isinstance(event, TokensTaken) and request.job.stage is not PrefillStage.ENDED
         if taken and not request.sequence.taken:
             request.sequence.take(request.job.reply, self._eos_ids)
@@ -211,11 +209,14 @@ class MixedState:
         if self.stopped:
             return
         # Few are prepared at a time: a prepared order holds slots of the node's pool while it waits for its turn.
-        running = set(self.former.running)
+        running = self.former.running
         waiting = [each for each in self.requests.values() if each.order_id not in running]
         for request in waiting[: self.prepared_max]:
             if request.job.stage is PrefillStage.QUEUED:
                 request.job.prepare(self.out)
+        computing = [each.job for each in map(self.requests.__getitem__, running) if not each.answered]
+        prepared = [each.job for each in waiting[: self.prepared_max] if not each.answered]
+        reserve_in_turn(computing, prepared, self.now_ns, self.out)
         for request in waiting:
             if request.ready and not request.formed:
                 request.formed = True

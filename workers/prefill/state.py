@@ -43,6 +43,7 @@ from halfmoon.workers.prefill.events import Event, PrefillOrdered, StageOrdered
 from halfmoon.workers.prefill.first_tokens import FirstTokenAnswer
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.layer_stages.job import StageJob
+from halfmoon.workers.prefill.prefix_waits import reserve_in_turn
 from halfmoon.workers.prefill.stages import PAUSED_STAGES, TURN_STAGES, WAITING_STAGES, JobRules, PrefillStage
 
 
@@ -185,15 +186,9 @@ class PrefillState:
                 job.prepare(out)
 
     def _reserve_some(self, at_ns: int, out: list[Action]) -> None:
-        before = [self.turn] if isinstance(self.turn, Job) else []
-        for job in self.queue[: self.prepared_max]:
-            if not isinstance(job, Job):
-                continue
-            if job.stage in (PrefillStage.QUEUED, PrefillStage.TAKING):
-                break  # what it brings is not known yet
-            if job.stage is PrefillStage.AWAITING_PREFIX and not any(one.brings_for(job) for one in before):
-                job.reserve(at_ns, out)
-            before.append(job)
+        begun = [self.turn] if isinstance(self.turn, Job) else []
+        waiting = [job for job in self.queue[: self.prepared_max] if isinstance(job, Job)]
+        reserve_in_turn(begun, waiting, at_ns, out)
 
     def _begin_turn(self, at_ns: int, out: list[Action]) -> None:
         # In the order of the queue: one that is prepared already waits for an earlier one that is not.

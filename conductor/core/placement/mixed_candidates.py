@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from halfmoon.conductor.core.placement.best_first import NEVER_NS, likely_places
-from halfmoon.conductor.core.placement.candidates import cached_blocks_max, candidate_of
+from halfmoon.conductor.core.placement.candidates import cached_blocks_max, candidate_of, coming_at
 from halfmoon.conductor.core.placement.decode_candidates import decode_candidate_of, decode_fits
 from halfmoon.conductor.core.placement.measures import MixedCandidate
 from halfmoon.conductor.core.placement.policies import (
@@ -144,8 +144,8 @@ class _Search:
         be above `limit_ns`.
 
         No first token comes before the queue is done and all is computed behind what may be read: the worker's own
-        blocks in memory where nothing is fetched, else the longest match. Transfers, copies and decodes beside it are
-        taken to be free.
+        blocks in memory where nothing is fetched, else the longest match; or what comes there. Transfers, copies and
+        decodes beside it are taken to be free.
         """
         match, now_ns, tokens = self._match, self._now_ns, self._request.prompt_tokens
         index, most = self._state.loads.mixed, self._state.policy.queued_max_per_worker
@@ -155,6 +155,9 @@ class _Search:
             for node_id, held in match.dram.items():
                 cached_here.update(dict.fromkeys(index.on_node.get(node_id, ()), min(held, cached_max)))
         cached_else = 0 if self._own else min(match.longest, cached_max)
+        for place in index.places(match.coming):
+            coming = min(coming_at(self._state, index.workers[place], match), cached_max)
+            cached_here[place] = max(cached_here.get(place, cached_else), coming)
         # At the least cost of any worker: mostly that is enough to pass over one with a long queue.
         least_ns = index.least.prefill_ns(tokens, cached_else * index.block_tokens)
         found = []

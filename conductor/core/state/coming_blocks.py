@@ -1,7 +1,8 @@
-"""Coming blocks: the prefixes that prefill workers will hold once all that they have accepted is computed.
+"""Coming blocks: the prefixes that workers will hold once all prompts that they have accepted are computed.
 
-A prompt waits at its worker for the blocks of one before it in the queue (`workers/prefill/state.py`), and one that
-counts on such blocks passes none. So to a new prompt these blocks are as good as held, at that worker alone.
+A prompt waits at its worker for the blocks of one before it in the queue (`workers/prefill/state.py`,
+`workers/mixed/state.py`), and one that counts on such blocks passes none. So to a new prompt these blocks are as good
+as held, at that worker alone.
 
 They follow from the orders, and are in no snapshot.
 """
@@ -16,11 +17,12 @@ from halfmoon.schemas.types import KEY_BYTES, Blocks
 
 
 class ComingBlocks:
-    """Prompts that prefill workers have accepted and not computed, by their first block."""
+    """Prompts that workers have accepted and not computed, by their first block. `at_mixed`: of mixed workers too."""
 
-    __slots__ = ("_by_first", "_first")
+    __slots__ = ("_at_mixed", "_by_first", "_first")
 
-    def __init__(self, orders: Iterable[Order], requests: Mapping[str, Request]) -> None:
+    def __init__(self, orders: Iterable[Order], requests: Mapping[str, Request], *, at_mixed: bool) -> None:
+        self._at_mixed = at_mixed
         #: First key → order → worker and keys.
         self._by_first: dict[bytes, dict[str, tuple[str, bytes]]] = {}
         #: First key of each order.
@@ -30,10 +32,10 @@ class ComingBlocks:
                 self.add(order, requests[order.request_id].event.block_keys)
 
     def add(self, order: Order, block_keys: bytes) -> None:
-        """A mixed worker computes several prompts at once, and what a similar prompt stood in for is shared by none:
-        these promise nothing.
+        """Mixed workers of older logs did not wait, and what a similar prompt stood in for is shared by none: these
+        promise nothing.
         """
-        if order.mixed or order.prefill.similar or not block_keys:
+        if (order.mixed and not self._at_mixed) or order.prefill.similar or not block_keys:
             return
         first = block_keys[:KEY_BYTES]
         self._by_first.setdefault(first, {})[order.order_id] = order.prefill_id, block_keys

@@ -136,7 +136,7 @@ class State(Members, kw_only=True, dict=True):
     @cached_property
     def coming(self) -> ComingBlocks:
         """Kept under a policy with `coming_blocks`."""
-        return ComingBlocks(self.orders.values(), self.requests)
+        return ComingBlocks(self.orders.values(), self.requests, at_mixed=self.policy.coming_at_mixed)
 
     def members_changed(self) -> None:
         """Call after a worker or a store agent joined, drains, is suspected or left, and after the policy changed:
