@@ -99,6 +99,17 @@ def test_blocks_are_held_and_fetched_layer_by_layer_and_then_others_may_read_all
     assert len(world.context.nodes["here"].pool) == 8
 
 
+def test_what_is_fetched_or_computed_comes_for_others_as_far_as_they_can_use_it(world: Surroundings) -> None:
+    blocks, _ = prepared(world)
+    other = PromptBlocks(world.context, world.context.nodes["here"], [*KEYS[:3], *KEYS[:1]])
+    assert [blocks.brings_for(other, tokens) for tokens in (BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1)] == [
+        False,
+        False,
+        True,
+    ]
+    blocks.let_go()
+
+
 @pytest.mark.parametrize("at_ns", [0, S, 2 * S, 4 * S])
 def test_an_order_that_is_taken_back_lets_go_of_both_ends(world: Surroundings, at_ns: int) -> None:
     blocks, told = prepared(world)

@@ -279,11 +279,13 @@ EVENTS = st.lists(
 )
 
 
-def test_a_prompt_waits_for_blocks_that_one_before_it_computes() -> None:
+@pytest.mark.parametrize("known_first", [0, 1])
+def test_a_prompt_waits_for_blocks_that_one_before_it_computes(known_first: int) -> None:
     script = Script(kv_blocks=64, batch_max=8, budget_tokens=8)
-    script.begin(order(1, 20))
+    script.begin(order(1, 20, 12))
     script.begin(order(2, 9), like="1-1")
     script.begin(order(3, 5))
+    script.prepare(known_first)
     script.run()
     # The third one, of another text, does not wait; the second one computes what the first one leaves.
     starts = {name: [] for name in ("1-1", "2-1", "3-1")}
@@ -292,8 +294,13 @@ def test_a_prompt_waits_for_blocks_that_one_before_it_computes() -> None:
             starts[row.sequence.order_id].append(row.start)
     assert starts == {"1-1": [0, 4, 8, 12, 16], "2-1": [8], "3-1": [0, 4]}
     assert script.delivered["r2"] == answer_of(1, 9, 3)
-    first = [each.event.request_id for each in script.said if isinstance(each, Report)]
-    assert first.index("r3") < first.index("r2")
+    said = [
+        (type(each.event).__name__, each.event.request_id) for each in script.said if isinstance(each, Report)
+    ]
+    assert said.index(("PrefillFinished", "r3")) < said.index(("PrefillFinished", "r2"))
+    assert said.index(("PrefillFinished", "r2")) < said.index(("RequestFinished", "r1")), (
+        "it waits for no answer"
+    )
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "lost"])
