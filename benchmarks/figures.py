@@ -171,9 +171,9 @@ def _policies_mixed(result: Result) -> str:
 
 def _capacity(result: Result) -> str:
     def gains(row: Result) -> str:
-        return " and ".join(f"{one['mean']:+.0f} %" for one in row["gain_percent"].values())
+        return ", ".join(f"{one['mean']:+.0f} %" for one in row["gain_percent"].values())
 
-    return ", ".join(f"{row['kind']} {gains(row)}" for row in result["rows"])
+    return "; ".join(f"{row['kind']} {gains(row)}" for row in result["rows"])
 
 
 def _dynamo_edge(result: Result) -> str:
@@ -286,8 +286,8 @@ ROWS = (
         _policies_mixed,
     ),
     Row(
-        "simulated: highest speed at which 90 % hold their objectives, to that under the papers' own rule; without "
-        "changes of roles, and with them",
+        "simulated: highest speed at which 90 % hold their objectives, to that under the papers' own rule: two fixed "
+        "pools; prefill in groups; roles by load; mixed workers",
         "policy_capacity.json",
         _capacity,
     ),

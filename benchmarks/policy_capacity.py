@@ -1,11 +1,11 @@
-"""Capacity of a simulated cluster under the papers' own rule, under our policy, and under ours with workers that change
-roles by load (`--elastic`), by kind of workload.
+"""Capacity of a simulated cluster under the papers' own rule, and under our policy: on the same fixed split, with
+groups of prefill workers, with workers that change roles by load (`--elastic`), and of mixed workers; by workload.
 
 Capacity is the highest speed of a workload at which 90 % of all requests, refused ones included, hold TTFT and TBT
-(Mooncake, FAST'25, section 5.1). 8 prefill and 8 decode workers of one profile; both refuse by prediction; computations
-differ from the profile by up to 5 %, drawn. The gain over the papers' rule, whose split is fixed, is meaned over the
-seeds, which draw the workload (of the recorded conversations: which half). A search is of one process; as many run side
-by side as there are cores.
+(Mooncake, FAST'25, section 5.1). 8 prefill and 8 decode workers of one profile, or 16 mixed ones; all refuse by
+prediction; computations differ from the profile by up to 5 %, drawn. The gain over the papers' rule, whose split is
+fixed, is meaned over the seeds, which draw the workload (of the recorded conversations: which half). A search is of
+one process; as many run side by side as there are cores.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ from halfmoon.schemas.policy import Policy
 
 OBJECTIVES = Objectives(ttft_ns=30 * SECOND_NS, tbt_ns=100 * MS_NS)
 THEIRS = "mooncake"
-#: What differs from each other in a policy.
-WAYS: dict[str, dict[str, Any]] = {
-    THEIRS: {"name": "mooncake"},
-    "halfmoon": {"name": "halfmoon"},
-    "halfmoon, elastic": {"name": "halfmoon", "elastic": "on"},
+TWO_POOLS = ClusterShape(prefill=WORKERS, decode=WORKERS, block_tokens=512)
+MIXED = ClusterShape(prefill=0, decode=0, mixed=2 * WORKERS, block_tokens=512)
+#: The workers, and what differs from each other in a policy.
+WAYS: dict[str, tuple[ClusterShape, dict[str, Any]]] = {
+    THEIRS: (TWO_POOLS, {"name": "mooncake"}),
+    "halfmoon": (TWO_POOLS, {}),
+    "halfmoon, groups": (TWO_POOLS, {"prefill_group": 4}),
+    "halfmoon, elastic": (TWO_POOLS, {"elastic": "on"}),
+    "halfmoon, mixed": (MIXED, {}),
 }
 #: The speed that is looked at first.
 STARTS = {"conversation": 4.0, "recorded agents": 8.0, "agents": 4.0, "bursts": 6.0}
@@ -55,17 +59,18 @@ class Search(NamedTuple):
 def capacity(search: Search) -> float:
     """The highest speed that holds."""
     arrivals = KINDS[search.kind](search.seed)[: search.requests or None]
+    cluster, fields = WAYS[search.way]
 
     def at(speed: float) -> dict[str, Outcome]:
         outcomes: dict[str, Outcome] = {}
         simulate(
             arrivals,
-            ClusterShape(prefill=WORKERS, decode=WORKERS, block_tokens=512),
+            cluster,
             Policy(
                 admission="predicted",
                 ttft_slo_ns=OBJECTIVES.ttft_ns,
                 tbt_slo_ns=OBJECTIVES.tbt_ns,
-                **WAYS[search.way],
+                **fields,
             ).present(),
             PROFILES[PROFILE],
             RunOptions(speed=speed, slo=OBJECTIVES, noise_percent=5, seed=search.seed),
