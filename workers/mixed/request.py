@@ -8,6 +8,7 @@ from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.model.prompt_rows import PromptScores
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.stages import JobRules, PrefillStage
+from halfmoon.workers.sample_requests import scores_of
 
 
 class MixedRequest:
@@ -32,6 +33,11 @@ class MixedRequest:
         self.scores: PromptScores | None = None
         #: Of iterations that computed its prompt, its part.
         self.compute_ns = 0
+
+    def take(self, eos_ids: frozenset[int]) -> None:
+        """The frontend's answer has come to the job."""
+        self.sequence.take(self.job.reply, eos_ids)
+        self.scores = scores_of(self.sequence.prompt, self.sequence.sampling.prompt_logprobs)
 
     @property
     def ready(self) -> bool:

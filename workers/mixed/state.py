@@ -70,7 +70,6 @@ from halfmoon.workers.prefill.events import Preparing
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.prefix_waits import reserve_in_turn
 from halfmoon.workers.prefill.stages import JobRules, PrefillStage
-from halfmoon.workers.sample_requests import scores_of
 
 
 class MixedState:
@@ -195,9 +194,7 @@ class MixedState:
         request.job.step(event, self.out)
         taken = isinstance(event, TokensTaken) and request.job.stage is not PrefillStage.ENDED
         if taken and not request.sequence.taken:
-            request.sequence.take(request.job.reply, self._eos_ids)
-            sampling = request.sequence.sampling
-            request.scores = scores_of(request.sequence.prompt, sampling.prompt_logprobs)
+            request.take(self._eos_ids)
             if self.layout.layers and (blocks := request.blocks_max(self.layout)) > self.kv_blocks:
                 reason = f"prompt and answer take {blocks} blocks of the worker's {self.kv_blocks}"
                 request.job.fail(reason, self.out, retryable=True)
