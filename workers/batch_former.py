@@ -7,6 +7,9 @@ takes, in this order and while its tokens and its time last:
 2. running requests whose prompt is computed in part;
 3. requests that wait, in the order in which they came, as room and `sequences_max` allow.
 
+What is cached of a prompt is loaded before its first chunk, and that takes time of the iteration too: where it is more
+than the time left, over several iterations.
+
 A sequence that needs room for its next token and finds none takes it from the request that was admitted last; that one
 waits again, before all others, and its KV is computed anew. No request is admitted in an iteration that took room away.
 
@@ -85,13 +88,29 @@ class PromptChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLoad:
+    """Cached tokens `[start, start + tokens)` of one request's prompt, which come into the room."""
+
+    name: str
+    start: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Iteration:
-    """One iteration. `admitted` are new in it; `preempted` gave up their room before it."""
+    """One iteration: `loads` first, then all rows at once. `admitted` are new in it; `preempted` gave up their room
+    before it.
+    """
 
     decodes: tuple[str, ...] = ()
     chunks: tuple[PromptChunk, ...] = ()
     admitted: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
+    loads: tuple[PromptLoad, ...] = ()
+
+    @property
+    def idle(self) -> bool:
+        return not (self.tokens or self.loads)
 
     @property
     def tokens(self) -> int:
@@ -101,10 +120,13 @@ class Iteration:
 
 @dataclass(slots=True)
 class Member:
-    """A request in hand: `computed` of the `tokens` that come before its next token; `drawn` since it was added."""
+    """A request in hand: `computed` or loaded of the `tokens` that come before its next token, of which the first
+    `cached` are only loaded; `drawn` since it was added.
+    """
 
     name: str
     tokens: int
+    cached: int = 0
     computed: int = 0
     drawn: int = 0
 
@@ -137,6 +159,8 @@ class BatchFormer:
         `iteration_ns`: by `cost` no iteration takes longer, but for one tile of its first prompt, and of each that is
         admitted; 0: the time is not bounded.
         """
+        #: Time to load a cached token, in ps; it may be changed between two iterations. 0: none, or not known.
+        self.load_per_token_ps = 0
         assert 0 < grain_tokens <= budget_tokens, (grain_tokens, budget_tokens)
         assert sequences_max > 0, sequences_max
         self._room = room
@@ -144,6 +168,7 @@ class BatchFormer:
         self.replays, self._bound = replays, time_bound(cost, iteration_ns, grain_tokens)
         #: Of the iteration that is being formed: time for further chunks, and a tile is due whatever it takes.
         self._left_ns, self._tile_due = 0, False
+        self._loads: list[PromptLoad] = []
         self._waiting: deque[Member] = deque()
         #: In the order of their admission.
         self._running: dict[str, Member] = {}
@@ -187,7 +212,9 @@ class BatchFormer:
         assert self._formed is None, "the last iteration was not made"
         decodes, preempted = self._take_decodes()
         chunks, admitted = self._take_chunks(decodes, preempted)
-        self._formed = Iteration(tuple(decodes), tuple(chunks), tuple(admitted), tuple(preempted))
+        self._formed = Iteration(
+            tuple(decodes), tuple(chunks), tuple(admitted), tuple(preempted), tuple(self._loads)
+        )
         return self._formed
 
     def made(self) -> Iteration:
@@ -226,7 +253,7 @@ class BatchFormer:
         self._room.leave(member.name)
         if not self.replays:
             member.tokens += member.drawn
-        member.computed = member.drawn = 0
+        member.cached = member.computed = member.drawn = 0
         self._waiting.appendleft(member)
         return member.name
 
@@ -235,6 +262,7 @@ class BatchFormer:
         chunks: list[PromptChunk] = []
         admitted: list[str] = []
         left = max(0, self.budget_tokens - len(decodes))
+        self._loads = []
         if self._bound is not None:
             context = sum(self._running[name].tokens + self._running[name].drawn for name in decodes)
             self._left_ns, self._tile_due = self._bound.beside_ns(len(decodes), context), True
@@ -257,13 +285,17 @@ class BatchFormer:
             assert 0 <= cached < member.tokens, (member, cached)
             self._waiting.popleft()
             # What is cached makes its chunk slower than it was thought to be, and it has its room by now.
-            member.computed, self._tile_due = cached, True
+            member.cached, self._tile_due = cached, True
             self._running[member.name] = member
             admitted.append(member.name)
             left = self._take(member, left, chunks)
 
     def _take(self, member: Member, left: int, chunks: list[PromptChunk]) -> int:
         """The rest of the budget."""
+        if member.computed < member.cached:
+            self._load(member)
+            if member.computed < member.cached:
+                return 0
         tokens = self._tokens(member, left)
         if tokens:
             last = member.computed + tokens == member.tokens
@@ -273,6 +305,21 @@ class BatchFormer:
                 self._tile_due = False
         # A budget that is too small for this one stays unused: later requests do not overtake it.
         return max(0, left - tokens) if member.computed + tokens == member.tokens else 0
+
+    def _load(self, member: Member) -> None:
+        """As much of what is cached as there is time for; where a tile is due, as much as that one would take."""
+        tokens = member.cached - member.computed
+        if self._bound is not None and self.load_per_token_ps:
+            due_ns = (
+                self._bound.cost.chunk_ns(member.cached, self._bound.tile_tokens) if self._tile_due else 0
+            )
+            within = max(due_ns, self._left_ns) * 1_000 // self.load_per_token_ps
+            tokens = min(tokens, max(within, int(self._tile_due)))
+            self._left_ns -= tokens * self.load_per_token_ps // 1_000
+            self._tile_due = False
+        if tokens:
+            self._loads.append(PromptLoad(member.name, member.computed, tokens))
+            member.computed += tokens
 
     def _tokens(self, member: Member, left: int) -> int:
         """Tokens of the member's next chunk, 0 where nothing of it fits."""

@@ -93,6 +93,8 @@ class SimulatedMixed:
             cost=self.cost,
             iteration_ns=iteration_ns,
         )
+        profile = context.profile
+        self.former.load_per_token_ps = profile.token_bytes * SECOND_NS * 1_000 // profile.load_bytes_s
         self._busy = False
         self.obeyed_seq = 0
         #: Of iterations: what the chunks added, and what decodes take alone.
@@ -193,20 +195,19 @@ class SimulatedMixed:
         former.budget_tokens = max(self.token_budget, decoding + self._grain)
         formed = former.form()
         self.preemptions += len(formed.preempted)
-        self._busy = formed.tokens > 0
+        self._busy = not formed.idle
         if not self._busy:
             former.made()
             return
-        loaded_tokens = 0
         for name in formed.admitted:
             known = self.open[name]
-            loaded_tokens += known.cached_tokens
             if known.started_ns < 0:
                 known.started_ns = context.clock.now_ns
         sequences, tokens = len(formed.decodes), self._context_tokens(formed.decodes)
         chunks = [(chunk.start, chunk.tokens) for chunk in formed.chunks]
         times = context.clock.jitter()
         # What is cached is loaded layer by layer while layers are computed.
+        loaded_tokens = sum(load.tokens for load in formed.loads)
         load_ns = loaded_tokens * context.profile.token_bytes * SECOND_NS // context.profile.load_bytes_s
         took_ns = max(load_ns, int(self.cost.iteration_ns(chunks, sequences, tokens) * times))
         alone_ns = int(self.cost.step_ns(sequences, tokens) * times) if sequences else 0
@@ -229,8 +230,8 @@ class SimulatedMixed:
         """As live: an iteration of decodes alone is a step; of another one the chunks are charged what they added."""
         self.decode_ns += alone_ns
         self.prefill_ns += took_ns - alone_ns
-        if not formed.chunks:
-            self._means.add(1, took_ns, len(formed.decodes), context_tokens)
+        if formed.decodes and not formed.chunks:
+            self._means.add(1, alone_ns, len(formed.decodes), context_tokens)
         tokens = sum(chunk.tokens for chunk in formed.chunks)
         for chunk in formed.chunks:
             known = self.open.get(chunk.name)

@@ -128,17 +128,19 @@ class MixedWorker(PrefillWorker):
     def begin(self, step: RunIteration) -> None:
         """What is loaded is what lies in the slots now."""
         loaded = {
-            block: list(self.view[slot]) for chunk in step.chunks for slot, block in chunk.loads if self.view
+            block: list(self.view[slot]) for load in step.loads for slot, block in load.blocks if self.view
         }
         draw = self.world.mixed_draw
         step_ns = draw.choice([1 * MS, draw.randrange(1, 150 * MS), draw.randrange(1, 400 * MS)])
         if step.chunks and step.decodes:
             self.net.counts["mixed iterations"] += 1
+        computed = {chunk.sequence.order_id for chunk in step.chunks}
+        self.net.counts["prefixes loaded in part"] += len({load.order_id for load in step.loads} - computed)
         self.later(step_ns, lambda: self.loaded(step, step_ns, loaded))
 
     def loaded(self, step: RunIteration, step_ns: int, loaded: dict[int, list[bytes]]) -> None:
         """The shell asks whether the slots were still the orders' when all had been read."""
-        unsure = [chunk.sequence.order_id for chunk in step.chunks if chunk.loads]
+        unsure = [load.order_id for load in step.loads]
         lost: list[str] = []
 
         def next_one() -> None:
@@ -176,6 +178,7 @@ class MixedWorker(PrefillWorker):
             decoded=[self.drawn(row.sequence) for row in step.decodes if row.draws],
             first=[self.drawn(chunk.sequence) for chunk in step.chunks if chunk.draws],
             step_ns=step_ns,
+            load_ns=step_ns // 2 if step.loads else 0,
             lost=lost,
         )
         self.hear(decode_events.EngineIdled)

@@ -123,6 +123,8 @@ class Script:
         self.steps: list[RunIteration] = []
         #: Orders whose prompts the shell says it had kept.
         self.kept: frozenset[str] = frozenset()
+        #: What loading takes, of each block.
+        self.load_ns = 0
         self._slots = 0
         self.hear(EngineIdled)
 
@@ -215,8 +217,8 @@ class Script:
         step, self.step = self.step, None
         assert step is not None
         decoded, first = [], []
-        for row in step.chunks:
-            for slot, block in row.loads:
+        for load in step.loads:
+            for slot, block in load.blocks:
                 self.cache[block] = list(self.pool[slot])
         for chunk in step.chunks:
             if self.layout.numerics == "exact":
@@ -231,9 +233,18 @@ class Script:
             text = self._write(decode.table, decode.position, [decode.token_id])
             if decode.draws:
                 decoded.append(SampledToken(token_id=token_after(text)))
-        step_ns = (30 if step.chunks else 10) * MS
+        load_ns = self.load_ns * sum(len(load.blocks) for load in step.loads)
+        step_ns = (30 if step.chunks else 10) * MS + load_ns
         kept = self.kept & {chunk.sequence.order_id for chunk in step.chunks}
-        self.hear(IterationMade, decoded=decoded, first=first, step_ns=step_ns, lost=list(lost), kept=kept)
+        self.hear(
+            IterationMade,
+            decoded=decoded,
+            first=first,
+            step_ns=step_ns,
+            load_ns=load_ns,
+            lost=list(lost),
+            kept=kept,
+        )
         self.hear(EngineIdled)
 
     def _write(self, table: list[int], start: int, token_ids: list[int]) -> list[int]:

@@ -32,7 +32,10 @@ class PrefixRoom(BlockRoom):
 
     def enter(self, name: str, tokens: int) -> int | None:
         entered = super().enter(name, tokens)
-        return entered if entered is None or not int(name) % 3 else (tokens - 1) // 8 * BLOCK_TOKENS
+        return None if entered is None else self.prefix(name, tokens)
+
+    def prefix(self, name: str, tokens: int) -> int:
+        return (tokens - 1) // 8 * BLOCK_TOKENS if int(name) % 3 else 0
 
 
 @dataclass
@@ -76,7 +79,7 @@ class World:
         waited, ran = self.former.waiting, self.former.running
         batch = self.former.form()
         self.batches.append(batch)
-        if not batch.tokens:
+        if batch.idle:
             assert not waited, f"nothing is computed, and {waited} wait"
         self._check_who(batch, waited, ran)
         if self.iteration_ns:
@@ -87,11 +90,14 @@ class World:
             del self.cached[name]
         for name in batch.decodes:
             self.cached[name] += 1
+        for name in batch.admitted:
+            self.cached[name] = 0
+        for load in batch.loads:
+            assert (load.start, load.tokens > 0) == (self.cached[load.name], True)
+            self.cached[load.name] += load.tokens
         for chunk in batch.chunks:
             assert chunk.tokens > 0
-            # New ones begin after what was cached; the others where they were.
-            if chunk.name in batch.admitted:
-                self.cached[chunk.name] = chunk.start
+            assert self.cached[chunk.name] >= self.prefix(chunk.name), "not all of it is loaded"
             assert chunk.start == self.cached[chunk.name], (chunk, self.cached)
             self.cached[chunk.name] += chunk.tokens
             assert chunk.last == (self.cached[chunk.name] == self.due[chunk.name]), (chunk, self.due)
@@ -132,10 +138,11 @@ class World:
         assert len(former.running) <= former.sequences_max
         partial = [name for name in staying if name not in decoding]
         chunked = [chunk.name for chunk in batch.chunks]
+        loading = [load.name for load in batch.loads]
         assert [name for name in (*partial, *batch.admitted) if name in chunked] == chunked
         if self.batching is Batching.STALL_FREE:
             assert batch.tokens <= max(former.budget_tokens, len(batch.decodes))
-            assert set(batch.admitted) <= set(chunked), "room is taken, and nothing computed"
+            assert set(batch.admitted) <= {*chunked, *loading}, "room is taken, and nothing computed"
             assert list(batch.decodes) == [name for name in decoding if name in staying], "somebody stalls"
             unfinished = [chunk for chunk in batch.chunks if not chunk.last]
             assert len(unfinished) <= 1
@@ -147,14 +154,30 @@ class World:
             assert len(batch.chunks) <= 1 or batch.tokens - len(batch.decodes) <= former.budget_tokens
 
     def _check_time(self, batch: Iteration) -> None:
-        """No chunk but the first, and those behind what was cached, makes it longer than it may be."""
+        """Nothing but what comes first, and what is behind something cached, makes it longer than it may be."""
         context = sum(self.cached[name] + 1 for name in batch.decodes)
-        chunks = [(chunk.start, chunk.tokens) for chunk in batch.chunks]
-        for count, chunk in enumerate(batch.chunks, 1):
-            took_ns = COST.iteration_ns(chunks[:count], len(batch.decodes), context)
-            due = count == 1 or (chunk.name in batch.admitted and chunk.start > 0)
-            small = chunk.tokens <= (self.former.grain_tokens if self.former.grain_tokens > 1 else TILE_ROWS)
-            assert took_ns <= self.iteration_ns or (due and small), (batch, took_ns)
+        took_ns = COST.iteration_ns([(0, 0)], len(batch.decodes), context)
+        tile = self.former.grain_tokens if self.former.grain_tokens > 1 else TILE_ROWS
+        loads = {load.name: load for load in batch.loads}
+        chunks = {chunk.name: chunk for chunk in batch.chunks}
+        # One that is loaded in part is the last one, and has no chunk.
+        names = list(dict.fromkeys([*chunks, *loads]))
+        for place, name in enumerate(names):
+            due = place == 0 or name in loads or name in batch.admitted
+            if (load := loads.get(name)) is not None:
+                load_ns = load.tokens * self.former.load_per_token_ps // 1_000
+                took_ns += load_ns
+                small = load_ns <= COST.chunk_ns(self.prefix(name), tile) or load.tokens == 1
+                assert took_ns <= self.iteration_ns or (due and small), (batch, took_ns)
+                due = due and not self.former.load_per_token_ps
+            if (chunk := chunks.get(name)) is not None:
+                took_ns += COST.chunk_ns(chunk.start, chunk.tokens)
+                due = due and (place == 0 or chunk.start > 0)
+                assert took_ns <= self.iteration_ns or (due and chunk.tokens <= tile), (batch, took_ns)
+
+    def prefix(self, name: str) -> int:
+        """Tokens of it that were cached when it was admitted."""
+        return self.room.prefix(name, self.due[name]) if isinstance(self.room, PrefixRoom) else 0
 
     def _check_room(self) -> None:
         assert self.room.free >= 0
@@ -185,6 +208,7 @@ def world(
     spare: int = 0,
     room: type[BlockRoom] = BlockRoom,
     iteration_ns: int = 0,
+    load_per_token_ps: int = 0,
 ) -> World:
     space = room(blocks, BLOCK_TOKENS, spare_blocks=spare)
     budget = max(budgets[0], grain)
@@ -198,6 +222,7 @@ def world(
             cost=COST,
             iteration_ns=iteration_ns,
         )
+        former.load_per_token_ps = load_per_token_ps
     else:
         former = ComparedFormer(
             space,
@@ -229,6 +254,7 @@ def world(
     st.integers(0, 2),
     st.sampled_from([BlockRoom, PrefixRoom]),
     st.sampled_from([0, 0, 1, 60, 200, 400]),
+    st.sampled_from([0, 1_000, 20_000]),
 )
 def test_stall_free_batches_keep_their_invariants_and_every_request_ends(
     requests: list[tuple[int, int, int]],
@@ -240,6 +266,7 @@ def test_stall_free_batches_keep_their_invariants_and_every_request_ends(
     spare: int,
     room: type[BlockRoom],
     iteration_ns: int,
+    load_per_token_ps: int,
 ) -> None:
     played = world(
         requests,
@@ -251,6 +278,7 @@ def test_stall_free_batches_keep_their_invariants_and_every_request_ends(
         spare=spare,
         room=room,
         iteration_ns=iteration_ns,
+        load_per_token_ps=load_per_token_ps,
     )
     played.run()
     assert played.drawn == {str(number): answer for number, (_, _, answer) in enumerate(requests)}
@@ -337,6 +365,35 @@ def test_who_gets_room_computes_a_tile_though_it_is_slower_behind_what_was_cache
     former.add("1", 40)
     # The first one leaves 52 ns. Four tokens take 28 at the start of a prompt, and 156 behind 16 of them.
     assert [astuple(chunk)[:3] for chunk in former.form().chunks] == [("3", 0, 4), ("1", 16, 4)]
+
+
+@pytest.mark.parametrize(
+    ("iteration_ns", "seen"),
+    [
+        # 280 ns are 7 tokens. The last two leave 200, and a tile behind them takes 156.
+        (300, [([7], []), ([7], []), ([2], [16])]),
+        # 80 ns are 2 tokens, but as much is loaded as a tile would take.
+        (100, [*[([3], [])] * 5, ([1], []), ([], [16])]),
+    ],
+)
+def test_a_prefix_is_loaded_within_the_time_of_iterations_and_nobody_passes_it(
+    iteration_ns: int, seen: list[tuple[list[int], list[int]]]
+) -> None:
+    room = PrefixRoom(1_000, BLOCK_TOKENS)
+    former = BatchFormer(
+        room, budget_tokens=100, sequences_max=9, grain_tokens=4, cost=COST, iteration_ns=iteration_ns
+    )
+    former.load_per_token_ps = 40_000
+    former.add("1", 40)
+    former.add("3", 4)
+    for loaded, starts in seen:
+        batch = former.form()
+        assert ([load.tokens for load in batch.loads], [chunk.start for chunk in batch.chunks]) == (
+            loaded,
+            starts,
+        )
+        assert former.waiting == ("3",)
+        former.made()
 
 
 def test_decodes_come_first_then_the_prompt_that_is_begun_then_new_ones() -> None:

@@ -70,7 +70,9 @@ def choice(block: int, tokens: list[int], *, kept: bool = True) -> ChunkRows:
 
 
 def made_by(engine: Engine, kept: KeptPrompts, *chunks: ChunkRows) -> iteration.Made:
-    return iteration.run(engine, None, RunIteration(chunks=list(chunks), decodes=[], context_tokens=0), kept)
+    return iteration.run(
+        engine, None, RunIteration(loads=[], chunks=list(chunks), decodes=[], context_tokens=0), kept
+    )
 
 
 def kv_of(engine: Engine, block: int, tokens: int) -> list[torch.Tensor]:

@@ -57,11 +57,48 @@ def test_what_is_cached_is_loaded_and_not_computed() -> None:
     script.begin(order(prompt=14, fetches=[fetch(1, 2)]), present=1)
     script.run()
     assert script.delivered == {"r1": answer_of(1, 14, 3)}
-    first = script.steps[0].chunks[0]
-    assert (first.start, len(first.loads)) == (12, 3)
+    first = script.steps[0]
+    assert (first.chunks[0].start, [len(load.blocks) for load in first.loads]) == (12, [3])
     prefilled = the(script, PrefillFinished)
     assert (prefilled.cached_local_tokens, prefilled.cached_fetched_tokens) == (4, 8)
     assert script.committed == {}
+
+
+def test_a_long_prefix_is_loaded_over_several_iterations_and_decodes_are_not_held_up() -> None:
+    script = Script(FAST, kv_blocks=64, iteration_ns=24 * MS, budget_tokens=64)
+    script.load_ns = 3 * MS
+    # How long a block takes is learned from the first one.
+    script.begin(order(1, 5, 30), present=1)
+    while not script.delivered:
+        script.advance()
+    script.begin(order(2, 42), present=10)
+    script.begin(order(3, 2))
+    script.run()
+    loading = [step for step in script.steps if step.loads][1:]
+    assert [[len(load.blocks) for load in step.loads] for step in loading] == [[4], [4], [2]]
+    assert all(len(step.decodes) == 1 for step in loading)
+    assert [[row.sequence.order_id for row in step.chunks] for step in loading] == [[], [], ["2-1", "3-1"]]
+    assert script.delivered["r2"] == answer_of(2, 42, 3)
+    # A step that was made beside a load is as long as one without.
+    assert script.state.heartbeat(0).step_ns == pytest.approx(10 * MS, abs=MS // 2)
+
+
+def test_slots_that_are_read_go_back_when_the_iteration_is_over() -> None:
+    script = Script(FAST, kv_blocks=64, iteration_ns=24 * MS, budget_tokens=64)
+    script.load_ns = 3 * MS
+    script.begin(order(1, 5, 30), present=1)
+    while not script.delivered:
+        script.advance()
+    script.begin(order(2, 42), present=10)
+    while not (script.step and script.step.loads):
+        script.advance()
+    assert script.step.chunks == []
+    script.hear(OrderCancelled, order_id="2-1")
+    assert not any(isinstance(each, EndOrder) and each.order_id == "2-1" for each in script.said)
+    script.compute()
+    assert any(isinstance(each, EndOrder) and each.order_id == "2-1" for each in script.said)
+    script.run()
+    assert script.delivered["r1"] == answer_of(1, 5, 30)
 
 
 def test_a_whole_prompt_that_is_cached_still_computes_its_last_block() -> None:
@@ -341,7 +378,7 @@ def test_whatever_is_heard(events: list[tuple[str, int]], blocks: int, budget: i
             case "compute" if script.step is not None:
                 script.compute()
             case "lose" if script.step is not None:
-                loads = [row.sequence.order_id for row in script.step.chunks if row.loads]
+                loads = [load.order_id for load in script.step.loads]
                 script.compute(lost=tuple(loads[:1]))
             case "idle":
                 script.idle()

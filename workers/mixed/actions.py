@@ -20,14 +20,13 @@ from halfmoon.workers.prefill.actions import Action as PrefillAction
 class ChunkRows(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one prompt from `start` on, whose KV goes to the blocks of `table`.
 
-    `loads` come first: (slot of the node's pool, block of the cache). `stores` follow: (block of the cache, slot).
+    `stores` follow: (block of the cache, slot of the node's pool).
     """
 
     sequence: DecodeSequence
     token_ids: Sequence[int]
     start: int
     table: list[int]
-    loads: tuple[tuple[int, int], ...] = ()
     stores: tuple[tuple[int, int], ...] = ()
     #: A token is to be drawn after its last row.
     draws: bool = False
@@ -35,6 +34,13 @@ class ChunkRows(msgspec.Struct, frozen=True, kw_only=True):
     kept_key: bytes = b""
     #: Gets how likely the tokens behind these are.
     scores: PromptScores | None = None
+
+
+class LoadedBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """Cached blocks of one prompt: (slot of the node's pool, block of the cache)."""
+
+    order_id: str
+    blocks: Sequence[tuple[int, int]]
 
 
 class NextRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +58,7 @@ class NextRow(msgspec.Struct, frozen=True, kw_only=True):
 class RunIteration(msgspec.Struct, frozen=True, kw_only=True):
     """Load, compute all rows at once, store, draw: IterationMade. Nothing changes the sequences until then."""
 
+    loads: list[LoadedBlocks]
     chunks: list[ChunkRows]
     decodes: list[NextRow]
     context_tokens: int

@@ -30,14 +30,16 @@ class MixedOrdered(WorkerEvent, frozen=True, kw_only=True):
 class IterationMade(WorkerEvent, frozen=True, kw_only=True):
     """RunIteration is done. The tokens are of its rows that draw, in their order.
 
-    `lost`: orders whose slots of the node's pool were not theirs any more when all had been loaded from them. `kept`:
-    orders whose prompt was not computed, since this worker had kept it.
+    `load_ns`: the part of `step_ns` that loading took. `lost`: orders whose slots of the node's pool were not theirs
+    any more when all had been loaded from them. `kept`: orders whose prompt was not computed, since this worker had
+    kept it.
     """
 
     decoded: list[SampledToken]
     first: list[SampledToken]
     step_ns: int
     lost: list[str]
+    load_ns: int = 0
     kept: frozenset[str] = frozenset()
 
 

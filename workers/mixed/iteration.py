@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.store.errors import StoreError
 from halfmoon.workers import hold_points
-from halfmoon.workers.mixed.actions import ChunkRows, RunIteration
+from halfmoon.workers.mixed.actions import ChunkRows, LoadedBlocks, RunIteration
 from halfmoon.workers.model.prompt_rows import PromptRows
 from halfmoon.workers.prefill.kept_prompts import KeptPrompts
 from halfmoon.workers.sample_requests import next_token, request_of, token_of
@@ -24,6 +26,7 @@ class Made(NamedTuple):
     first: list[SampledToken]
     #: Orders whose prompt was not computed, since it was kept.
     kept: frozenset[str]
+    load_ns: int
 
 
 def run(engine: Any, pool: PoolView | None, step: RunIteration, kept: KeptPrompts) -> Made:
@@ -31,12 +34,11 @@ def run(engine: Any, pool: PoolView | None, step: RunIteration, kept: KeptPrompt
     if hold_points.PLACE is not None:
         for row in step.decodes:
             hold_points.reached(hold_points.DECODE_STEP, len(row.sequence.output), row.sequence.order_id)
-    for chunk in step.chunks:
-        if chunk.loads:
-            assert pool is not None, chunk
-            for layer in range(engine.cache.layers):
-                for slot, block in chunk.loads:
-                    engine.cache.write_block(layer, block, pool.layer_block(slot, layer))
+    load_ns = 0
+    if step.loads:
+        started_ns = time.monotonic_ns()
+        _load(engine, pool, step.loads)
+        load_ns = time.monotonic_ns() - started_ns
     logits, ends, from_kept = _compute(engine, step, kept)
     if pool is not None:
         engine.synchronize()
@@ -47,7 +49,16 @@ def run(engine: Any, pool: PoolView | None, step: RunIteration, kept: KeptPrompt
         for chunk, end in zip(step.chunks, ends, strict=True)
         if chunk.draws
     ]
-    return Made(_draw(engine, logits, step), first, from_kept)
+    return Made(_draw(engine, logits, step), first, from_kept, load_ns)
+
+
+def _load(engine: Any, pool: PoolView | None, loads: Sequence[LoadedBlocks]) -> None:
+    assert pool is not None, loads
+    for layer in range(engine.cache.layers):
+        for load in loads:
+            for slot, block in load.blocks:
+                engine.cache.write_block(layer, block, pool.layer_block(slot, layer))
+    engine.synchronize()  # so that the time taken is that of the copies
 
 
 def _compute(engine: Any, step: RunIteration, kept: KeptPrompts) -> tuple[Any, list[Any], frozenset[str]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from halfmoon.workers.batch_former import Iteration, PromptChunk
-from halfmoon.workers.mixed.actions import ChunkRows, NextRow
+from halfmoon.workers.batch_former import PromptChunk, PromptLoad
+from halfmoon.workers.mixed.actions import ChunkRows, LoadedBlocks, NextRow
 from halfmoon.workers.mixed.request import MixedRequest
 from halfmoon.workers.prefill.prompt_chunks import kept_key
 
@@ -22,15 +22,21 @@ def decode_row(request: MixedRequest) -> NextRow:
     )
 
 
-def chunk_rows(request: MixedRequest, chunk: PromptChunk, formed: Iteration) -> Iterator[ChunkRows]:
+def loaded_blocks(request: MixedRequest, load: PromptLoad) -> LoadedBlocks:
+    """The blocks that end within the load: of a cached prefix all are whole."""
+    size = request.job.rules.layout.block_tokens
+    blocks = range(load.start // size, (load.start + load.tokens) // size)
+    return LoadedBlocks(
+        order_id=request.order_id,
+        blocks=[(request.job.slots[block], request.sequence.table[block]) for block in blocks],
+    )
+
+
+def chunk_rows(request: MixedRequest, chunk: PromptChunk) -> Iterator[ChunkRows]:
     """A chunk, in pieces of one block where numerics are exact."""
     layout, sequence = request.job.rules.layout, request.sequence
     size, end = layout.block_tokens, chunk.start + chunk.tokens
     piece = size if layout.numerics == "exact" else chunk.tokens
-    loads: tuple[tuple[int, int], ...] = ()
-    if chunk.name in formed.admitted and request.cached_tokens:
-        blocks = range(request.cached_tokens // size)
-        loads = tuple((request.job.slots[block], sequence.table[block]) for block in blocks)
     for start in range(chunk.start, end, piece):
         stop = min(start + piece, end)
         last = chunk.last and stop == end
@@ -39,7 +45,6 @@ def chunk_rows(request: MixedRequest, chunk: PromptChunk, formed: Iteration) -> 
             token_ids=sequence.prompt[start:stop],
             start=start,
             table=list(sequence.table),
-            loads=loads if start == chunk.start else (),
             stores=_stores(request, start, stop),
             draws=last,
             kept_key=_kept_key(request, chunk, stop),

@@ -237,18 +237,15 @@ class MixedState:
         former.budget_tokens = max(self.budget_tokens, decoding + self.grain)
         formed = former.form()
         self._moved_in_and_out(formed)
-        if not formed.tokens:
+        if formed.idle:
             former.made()
             return
         self.asleep = False
         decodes = [rows.decode_row(self.requests[name]) for name in formed.decodes]
-        chunks = [
-            row
-            for chunk in formed.chunks
-            for row in rows.chunk_rows(self.requests[chunk.name], chunk, formed)
-        ]
+        chunks = [row for chunk in formed.chunks for row in rows.chunk_rows(self.requests[chunk.name], chunk)]
+        loads = [rows.loaded_blocks(self.requests[load.name], load) for load in formed.loads]
         context = sum(row.position + 1 for row in decodes)
-        self.in_step = RunIteration(chunks=chunks, decodes=decodes, context_tokens=context)
+        self.in_step = RunIteration(loads=loads, chunks=chunks, decodes=decodes, context_tokens=context)
         self.out.append(self.in_step)
 
     def _moved_in_and_out(self, formed: Iteration) -> None:
@@ -300,18 +297,25 @@ class MixedState:
     def _timed(self, step: RunIteration, formed: Iteration, event: IterationMade) -> None:
         """Learn a step's cost from iterations of decodes alone; charge the rest of a mixed one to its chunks."""
         # By tokens: of two chunks in one iteration neither has a time of its own.
-        count = len(step.decodes)
+        count, rows_ns = len(step.decodes), event.step_ns - event.load_ns
+        if loaded := sum(load.tokens for load in formed.loads):
+            self._learn_load(event.load_ns, loaded)
         chunks = [chunk for chunk in formed.chunks if chunk.name not in event.kept]
         if not chunks:
             if count:
-                self.times.observe(event.step_ns, count, step.context_tokens)
+                self.times.observe(rows_ns, count, step.context_tokens)
             return
         decode_ns = self.times.predict(count, step.context_tokens) if count else 0
-        chunks_ns = max(0, event.step_ns - decode_ns)
+        chunks_ns = max(0, rows_ns - decode_ns)
         tokens = sum(chunk.tokens for chunk in chunks)
         for chunk in chunks:
             if (request := self.requests.get(chunk.name)) is not None:
                 request.compute_ns += chunks_ns * chunk.tokens // tokens
+
+    def _learn_load(self, load_ns: int, tokens: int) -> None:
+        former, seen_ps = self.former, load_ns * 1_000 // tokens
+        known_ps = former.load_per_token_ps
+        former.load_per_token_ps = (3 * known_ps + seen_ps) // 4 if known_ps else seen_ps
 
     def _commit(self, formed: Iteration) -> None:
         """Commit blocks that are stored and have a key: these are whole, and others may read them."""
@@ -383,12 +387,13 @@ class MixedState:
     def _drop(self, request: MixedRequest) -> None:
         """By the conductor, or with the worker: no answer."""
         self._forget(request)
-        computes = self.in_step is not None and any(
-            row.sequence is request.sequence for row in self.in_step.chunks
+        computes = self.in_step is not None and (
+            any(row.sequence is request.sequence for row in self.in_step.chunks)
+            or any(load.order_id == request.order_id for load in self.in_step.loads)
         )
         if request.answered:
             self._end_span(request.sequence, cancelled=True)
-        elif computes:  # its slots are being written
+        elif computes:  # its slots are being written, or read
             self.ending.append(request.job)
         else:
             request.job.cancel(self.out)

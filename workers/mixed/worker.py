@@ -154,11 +154,10 @@ class MixedWorker(PromptWorker):
     async def _iterate(self, step: RunIteration) -> None:
         started_ns = time.monotonic_ns()
         made = await self.compute(iteration.run, self.engine, self._pool, step, self._kept)
-        loaded = [chunk.sequence.order_id for chunk in step.chunks if chunk.loads]
-        lost = [order_id for order_id in loaded if not self._is_unchanged(order_id)]
+        lost = [load.order_id for load in step.loads if not self._is_unchanged(load.order_id)]
         step_ns = time.monotonic_ns() - started_ns
         if step.decodes and len(made.kept) == len(step.chunks):
-            self.metrics.stepped(step_ns, len(step.decodes), step.context_tokens)
+            self.metrics.stepped(step_ns - made.load_ns, len(step.decodes), step.context_tokens)
         self.hear(
             IterationMade(
                 at_ns=time.monotonic_ns(),
@@ -166,6 +165,7 @@ class MixedWorker(PromptWorker):
                 decoded=made.decoded,
                 first=made.first,
                 step_ns=step_ns,
+                load_ns=made.load_ns,
                 lost=lost,
                 kept=made.kept,
             )
