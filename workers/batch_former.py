@@ -253,7 +253,7 @@ class BatchFormer:
         self._room.leave(member.name)
         if not self.replays:
             member.tokens += member.drawn
-        member.cached = member.computed = member.drawn = 0
+        member.computed = member.drawn = 0
         self._waiting.appendleft(member)
         return member.name
 

@@ -368,22 +368,25 @@ def test_who_gets_room_computes_a_tile_though_it_is_slower_behind_what_was_cache
 
 
 @pytest.mark.parametrize(
-    ("iteration_ns", "seen"),
+    ("iteration_ns", "token_ns", "seen"),
     [
         # 280 ns are 7 tokens. The last two leave 200, and a tile behind them takes 156.
-        (300, [([7], []), ([7], []), ([2], [16])]),
-        # 80 ns are 2 tokens, but as much is loaded as a tile would take.
-        (100, [*[([3], [])] * 5, ([1], []), ([], [16])]),
+        (300, 40, [([7], []), ([7], []), ([2], [16])]),
+        # The last four leave 40.
+        (300, 60, [*[([4], [])] * 4, ([], [16])]),
+        # 80 ns are 2 tokens, but as much is loaded as a tile would take, and something in any case.
+        (100, 40, [*[([3], [])] * 5, ([1], []), ([], [16])]),
+        (100, 400, [*[([1], [])] * 16, ([], [16])]),
     ],
 )
 def test_a_prefix_is_loaded_within_the_time_of_iterations_and_nobody_passes_it(
-    iteration_ns: int, seen: list[tuple[list[int], list[int]]]
+    iteration_ns: int, token_ns: int, seen: list[tuple[list[int], list[int]]]
 ) -> None:
     room = PrefixRoom(1_000, BLOCK_TOKENS)
     former = BatchFormer(
         room, budget_tokens=100, sequences_max=9, grain_tokens=4, cost=COST, iteration_ns=iteration_ns
     )
-    former.load_per_token_ps = 40_000
+    former.load_per_token_ps = token_ns * 1_000
     former.add("1", 40)
     former.add("3", 4)
     for loaded, starts in seen:
