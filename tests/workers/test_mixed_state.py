@@ -64,14 +64,19 @@ def test_what_is_cached_is_loaded_and_not_computed() -> None:
     assert script.committed == {}
 
 
-def test_a_long_prefix_is_loaded_over_several_iterations_and_decodes_are_not_held_up() -> None:
+def loading_slowly() -> Script:
+    """Number 1 decodes, and ten blocks of number 2 are to be loaded: how long a block takes is known from number 1."""
     script = Script(FAST, kv_blocks=64, iteration_ns=24 * MS, budget_tokens=64)
     script.load_ns = 3 * MS
-    # How long a block takes is learned from the first one.
     script.begin(order(1, 5, 30), present=1)
     while not script.delivered:
         script.advance()
     script.begin(order(2, 42), present=10)
+    return script
+
+
+def test_a_long_prefix_is_loaded_over_several_iterations_and_decodes_are_not_held_up() -> None:
+    script = loading_slowly()
     script.begin(order(3, 2))
     script.run()
     loading = [step for step in script.steps if step.loads][1:]
@@ -84,12 +89,7 @@ def test_a_long_prefix_is_loaded_over_several_iterations_and_decodes_are_not_hel
 
 
 def test_slots_that_are_read_go_back_when_the_iteration_is_over() -> None:
-    script = Script(FAST, kv_blocks=64, iteration_ns=24 * MS, budget_tokens=64)
-    script.load_ns = 3 * MS
-    script.begin(order(1, 5, 30), present=1)
-    while not script.delivered:
-        script.advance()
-    script.begin(order(2, 42), present=10)
+    script = loading_slowly()
     while not (script.step and script.step.loads):
         script.advance()
     assert script.step.chunks == []
@@ -359,10 +359,25 @@ def test_a_prompt_waits_no_longer_than_the_one_before_it_is_there(ends: str) -> 
 
 
 @settings(max_examples=120, deadline=None)
-@given(events=EVENTS, blocks=st.integers(8, 24), budget=st.integers(1, 20), fast=st.booleans())
-def test_whatever_is_heard(events: list[tuple[str, int]], blocks: int, budget: int, fast: bool) -> None:
+@given(
+    events=EVENTS,
+    blocks=st.integers(8, 24),
+    budget=st.integers(1, 20),
+    fast=st.booleans(),
+    bounded=st.booleans(),
+)
+def test_whatever_is_heard(
+    events: list[tuple[str, int]], blocks: int, budget: int, fast: bool, bounded: bool
+) -> None:
     """Each request that is not cancelled is answered once; what is delivered is what the request gets alone."""
-    script = Script(FAST if fast else LAYOUT, kv_blocks=blocks, budget_tokens=budget, batch_max=3)
+    script = Script(
+        FAST if fast else LAYOUT,
+        kv_blocks=blocks,
+        budget_tokens=budget,
+        batch_max=3,
+        iteration_ns=24 * MS if bounded else 0,
+    )
+    script.load_ns = 9 * MS
     begun: dict[str, tuple[int, int]] = {}
     ended: set[str] = set()
     for kind, which in events:
@@ -372,7 +387,9 @@ def test_whatever_is_heard(events: list[tuple[str, int]], blocks: int, budget: i
                 begun[f"{number}-1"] = (prompt, answer)
                 usable = (prompt - 1) // BLOCK_TOKENS
                 fetches = [fetch(usable // 2, usable - usable // 2)] if which % 2 and usable else []
-                script.begin(order(number, prompt, answer, fetches=fetches), present=usable // 2)
+                # Two and two have one text.
+                given = order(number, prompt, answer, fetches=fetches)
+                script.begin(given, present=usable // 2, like=f"{(number + 1) // 2}-1")
             case "prepare" | "fail" if script.todo:
                 script.prepare(which % len(script.todo), fails=kind == "fail")
             case "compute" if script.step is not None:
@@ -404,8 +421,8 @@ def test_whatever_is_heard(events: list[tuple[str, int]], blocks: int, budget: i
     for each in answers:
         if isinstance(each, RequestFinished):
             prompt, answer = begun[each.order_id]
-            number = int(each.order_id.partition("-")[0])
-            assert script.delivered[each.request_id] == answer_of(number, prompt, answer)
+            text = (int(each.order_id.partition("-")[0]) + 1) // 2
+            assert script.delivered[each.request_id] == answer_of(text, prompt, answer)
 
 
 def choice_keys(script: Script) -> list[bytes]:

@@ -298,8 +298,8 @@ class MixedState:
         """Learn a step's cost from iterations of decodes alone; charge the rest of a mixed one to its chunks."""
         # By tokens: of two chunks in one iteration neither has a time of its own.
         count, rows_ns = len(step.decodes), event.step_ns - event.load_ns
-        if loaded := sum(load.tokens for load in formed.loads):
-            self._learn_load(event.load_ns, loaded)
+        if blocks := sum(len(load.blocks) for load in step.loads):
+            self._learn_load(event.load_ns, blocks * self.layout.block_tokens)
         chunks = [chunk for chunk in formed.chunks if chunk.name not in event.kept]
         if not chunks:
             if count:
