@@ -157,10 +157,8 @@ class BatchFormer:
         `replays`: drawn tokens of a preempted request go through decode again, one by one, and not into the prompt;
         exact numerics need that too.
         `iteration_ns`: by `cost` no iteration takes longer, but for one tile of its first prompt, and of each that is
-        admitted; 0: the time is not bounded.
+        admitted, or loading for as long; 0: the time is not bounded.
         """
-        #: Time to load a cached token, in ps; it may be changed between two iterations. 0: none, or not known.
-        self.load_per_token_ps = 0
         assert 0 < grain_tokens <= budget_tokens, (grain_tokens, budget_tokens)
         assert sequences_max > 0, sequences_max
         self._room = room
@@ -169,6 +167,8 @@ class BatchFormer:
         #: Of the iteration that is being formed: time for further chunks, and a tile is due whatever it takes.
         self._left_ns, self._tile_due = 0, False
         self._loads: list[PromptLoad] = []
+        #: Time to load a cached token, in ps; it may be changed between two iterations. 0: none, or not known.
+        self.load_per_token_ps = 0
         self._waiting: deque[Member] = deque()
         #: In the order of their admission.
         self._running: dict[str, Member] = {}
@@ -292,10 +292,8 @@ class BatchFormer:
 
     def _take(self, member: Member, left: int, chunks: list[PromptChunk]) -> int:
         """The rest of the budget."""
-        if member.computed < member.cached:
-            self._load(member)
-            if member.computed < member.cached:
-                return 0
+        if member.computed < member.cached and not self._load(member):
+            return 0
         tokens = self._tokens(member, left)
         if tokens:
             last = member.computed + tokens == member.tokens
@@ -306,8 +304,10 @@ class BatchFormer:
         # A budget that is too small for this one stays unused: later requests do not overtake it.
         return max(0, left - tokens) if member.computed + tokens == member.tokens else 0
 
-    def _load(self, member: Member) -> None:
-        """As much of what is cached as there is time for; where a tile is due, as much as that one would take."""
+    def _load(self, member: Member) -> bool:
+        """As much of what is cached as there is time for; where a tile is due, as much as that one would take. Whether
+        that is all of it.
+        """
         tokens = member.cached - member.computed
         if self._bound is not None and self.load_per_token_ps:
             due_ns = (
@@ -320,6 +320,7 @@ class BatchFormer:
         if tokens:
             self._loads.append(PromptLoad(member.name, member.computed, tokens))
             member.computed += tokens
+        return member.computed == member.cached
 
     def _tokens(self, member: Member, left: int) -> int:
         """Tokens of the member's next chunk, 0 where nothing of it fits."""

@@ -15,7 +15,7 @@ from halfmoon.conductor.simulation.nodes import Node
 from halfmoon.conductor.simulation.prompt_blocks import PromptBlocks
 from halfmoon.schemas.decisions import StartMixed
 from halfmoon.schemas.events import DecodeStarted, PrefillFinished, WorkerHeartbeat
-from halfmoon.schemas.numbers import SECOND_NS, tbt_ns
+from halfmoon.schemas.numbers import tbt_ns
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.batch_former import BatchFormer, BlockRoom, Iteration
 
@@ -53,7 +53,7 @@ class SimulatedMixedOrder:
 
 
 class _LoadingRoom(BlockRoom):
-    """A worker's own cache, into which a prompt's cached tokens are loaded when it enters: `cached` of an order."""
+    """A worker's own cache, into which cached tokens of a prompt that entered are loaded: `cached` of an order."""
 
     def __init__(self, blocks: int, block_tokens: int, cached: Callable[[str], int]) -> None:
         super().__init__(blocks, block_tokens)
@@ -93,8 +93,7 @@ class SimulatedMixed:
             cost=self.cost,
             iteration_ns=iteration_ns,
         )
-        profile = context.profile
-        self.former.load_per_token_ps = profile.token_bytes * SECOND_NS * 1_000 // profile.load_bytes_s
+        self.former.load_per_token_ps = context.profile.load_ns(1_000)
         self._busy = False
         self.obeyed_seq = 0
         #: Of iterations: what the chunks added, and what decodes take alone.
@@ -207,8 +206,7 @@ class SimulatedMixed:
         chunks = [(chunk.start, chunk.tokens) for chunk in formed.chunks]
         times = context.clock.jitter()
         # What is cached is loaded layer by layer while layers are computed.
-        loaded_tokens = sum(load.tokens for load in formed.loads)
-        load_ns = loaded_tokens * context.profile.token_bytes * SECOND_NS // context.profile.load_bytes_s
+        load_ns = context.profile.load_ns(sum(load.tokens for load in formed.loads))
         took_ns = max(load_ns, int(self.cost.iteration_ns(chunks, sequences, tokens) * times))
         alone_ns = int(self.cost.step_ns(sequences, tokens) * times) if sequences else 0
         context.clock.after(took_ns, self._made, took_ns, min(took_ns, alone_ns), tokens)

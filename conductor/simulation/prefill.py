@@ -20,7 +20,6 @@ from halfmoon.conductor.simulation.prompt_blocks import PromptBlocks
 from halfmoon.conductor.simulation.stages import stage_times
 from halfmoon.schemas.decisions import StartPrefill, StartStage
 from halfmoon.schemas.events import PrefillFinished, StageFinished, WorkerHeartbeat
-from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.similar import SimilarReuse, expected_reuse, reuse_of
 
 
@@ -204,8 +203,7 @@ class SimulatedPrefill:
         else:
             job.compute_ns = int(context.profile.cost.prefill_ns(order.prompt_tokens, used) * times)
         # Cached blocks are loaded from the pool, layer by layer, while layers are computed.
-        load_ns = used * context.profile.token_bytes * SECOND_NS // context.profile.load_bytes_s
-        job.compute_ns = max(job.compute_ns, load_ns)
+        job.compute_ns = max(job.compute_ns, context.profile.load_ns(used))
         if not order.answers:
             self._open_push(job)
         context.clock.at(now_ns + job.compute_ns, self._time_over, job)

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
 
 
@@ -58,6 +59,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             * self.head_dim
             * {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
         )
+
+    def load_ns(self, tokens: int) -> int:
+        """Time to copy the KV of so many tokens from the node's pool to the worker."""
+        return tokens * self.token_bytes * SECOND_NS // self.load_bytes_s
 
     def layout(self, block_tokens: int) -> Layout:
         return Layout(

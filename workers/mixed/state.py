@@ -206,14 +206,14 @@ class MixedState:
         if self.stopped:
             return
         # Few are prepared at a time: a prepared order holds slots of the node's pool while it waits for its turn.
-        running = self.former.running
+        running = {order_id: self.requests[order_id] for order_id in self.former.running}
         waiting = [each for each in self.requests.values() if each.order_id not in running]
-        for request in waiting[: self.prepared_max]:
+        first = waiting[: self.prepared_max]
+        for request in first:
             if request.job.stage is PrefillStage.QUEUED:
                 request.job.prepare(self.out)
-        computing = [each.job for each in map(self.requests.__getitem__, running) if not each.answered]
-        prepared = [each.job for each in waiting[: self.prepared_max] if not each.answered]
-        reserve_in_turn(computing, prepared, self.now_ns, self.out)
+        begun = [each.job for each in running.values() if not each.answered]
+        reserve_in_turn(begun, [each.job for each in first if not each.answered], self.now_ns, self.out)
         for request in waiting:
             if request.ready and not request.formed:
                 request.formed = True
