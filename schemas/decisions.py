@@ -157,7 +157,7 @@ class StartDecode(Message, frozen=True):
 class StartMixed(Message, frozen=True):
     """To a mixed worker: compute the prompt and decode it, both here. It is an order's both halves.
 
-    PrefillFinished reports that the prompt is computed, DecodeStarted that it decodes. One of PrefillFailed and
+    PrefillFinished reports that the prompt is computed, and that it decodes. One of PrefillFailed and
     RequestFinished answers.
     """
 

@@ -344,6 +344,9 @@ class PrefillFinished(Message, frozen=True):
     stage_wait_ns: Ns = 0
     #: KV of a similar prompt stood in for some of it; None: all is its own.
     similar: SimilarReuse | None = None
+    #: Of a mixed worker: the answer goes on, in the batch that the prompt was computed in. In older logs DecodeStarted
+    #: said so.
+    decodes: bool = False
 
 
 class StageFinished(Message, frozen=True):
@@ -376,7 +379,7 @@ class PrefillFailed(Message, frozen=True):
 
 
 class DecodeStarted(Message, frozen=True):
-    """The request joined the running batch. `wait_ns`: from the end of prefill to here."""
+    """The request joined the running batch of a decode worker. `wait_ns`: from the end of prefill to here."""
 
     order_id: Id
     request_id: Id

@@ -170,7 +170,13 @@ ROLES: dict[ProcessRole, RoleTraits] = {
         nodes=0,
         nodes_min=0,
         rights=Rights(
-            events=(*rights.WORKER_EVENTS, *rights.MIXED_EVENTS, "DecodeFailed", *rights.STORE_EVENTS),
+            events=(
+                *rights.WORKER_EVENTS,
+                *rights.MIXED_EVENTS,
+                "DecodeStarted",
+                "DecodeFailed",
+                *rights.STORE_EVENTS,
+            ),
             publish=(
                 subjects.kv("*", "PrefillResult", ME),
                 subjects.kv("*", "KvPromised", ME),

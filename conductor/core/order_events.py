@@ -117,6 +117,7 @@ def _prefill_finished(state: State, order: Order, request: Request, event: Prefi
     if event.similar is not None and event.similar.retained_tokens:
         _free_left_out(state, order, event.similar.retained_tokens, known)
     order.prefill.end_ns = state.at_ns
+    order.decode.running = order.decode.running or event.decodes
     learn_prefill(state, event, known, of_request=request.event.prompt_tokens, permille=permille)
     _know_prompt(state, order, request)
     _learn_links(state, order, event)

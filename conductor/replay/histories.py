@@ -229,6 +229,8 @@ class RequestHistories:
         match event:
             case PrefillFinished():
                 attempt.prefilled, attempt.prefill_end_ns = event, at_ns
+                if event.decodes:
+                    attempt.decode_start_ns = at_ns
             case DecodeStarted():
                 attempt.decode_start_ns, attempt.wait_ns = at_ns, event.wait_ns
             case RequestFinished():

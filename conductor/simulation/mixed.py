@@ -14,7 +14,7 @@ from halfmoon.conductor.simulation.context import SimulationContext
 from halfmoon.conductor.simulation.nodes import Node
 from halfmoon.conductor.simulation.prompt_blocks import PromptBlocks
 from halfmoon.schemas.decisions import StartMixed
-from halfmoon.schemas.events import DecodeStarted, PrefillFinished, WorkerHeartbeat
+from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
 from halfmoon.schemas.numbers import tbt_ns
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.batch_former import BatchFormer, BlockRoom, Iteration
@@ -64,7 +64,7 @@ class _LoadingRoom(BlockRoom):
 
 
 class SimulatedMixed:
-    """Answers every StartMixed by PrefillFinished, DecodeStarted and RequestFinished, unless it is cancelled."""
+    """Answers every StartMixed by PrefillFinished and RequestFinished, unless it is cancelled."""
 
     def __init__(
         self,
@@ -260,15 +260,12 @@ class SimulatedMixed:
                 queue_ns=outcome.queue_ns,
                 compute_ns=known.compute_ns,
                 prompt_tokens=order.prompt_tokens,
+                decodes=known.output_tokens > 1,
                 **blocks.as_reported(),
             )
         )
         if known.output_tokens == 1:
             self._finish(known)
-            return
-        context.say(
-            DecodeStarted(order_id=order.order_id, request_id=order.request_id, worker_id=self.worker_id)
-        )
 
     def _draw(self, known: SimulatedMixedOrder) -> None:
         """A token more, unless it was drawn before a preemption and went through again."""

@@ -17,7 +17,7 @@ from halfmoon.conductor.replay.histories import PlacementAttempt, RequestHistori
 from halfmoon.conductor.replay.logfile import EventLine, SnapshotLine
 from halfmoon.conductor.replay.timeline import decode_bar, prefill_bar
 from halfmoon.schemas.decisions import Decision
-from halfmoon.schemas.events import DecodeStarted, RequestArrived, Stamped
+from halfmoon.schemas.events import DecodeStarted, PrefillFinished, RequestArrived, Stamped
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.view import RequestView, Stage, Stretch
 
@@ -68,7 +68,7 @@ class RequestTracker:
 
     def after(self, stamped: Stamped, decisions: Iterable[Decision]) -> None:
         event = stamped.event
-        if isinstance(event, DecodeStarted):
+        if isinstance(event, DecodeStarted) or (isinstance(event, PrefillFinished) and event.decodes):
             self._decoding[event.order_id] = True
         self.histories.see(
             EventLine(seq=stamped.seq, at_ns=stamped.at_ns, event=event), decisions, self._core

@@ -71,7 +71,7 @@ CLIENT_INBOXES = "_INBOX.>"
 CLIENT_ASKS = (f"{subjects.API}.*", "$SRV.>")
 
 WORKER_EVENTS = ("WorkerJoined", "WorkerHeartbeat", "WorkerDraining", "WorkerLeft")
-MIXED_EVENTS = ("PrefillFinished", "PrefillFailed", "DecodeStarted", "RequestFinished")
+MIXED_EVENTS = ("PrefillFinished", "PrefillFailed", "RequestFinished")
 STORE_EVENTS = (
     "StoreJoined",
     "StoreHeartbeat",

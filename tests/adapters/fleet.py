@@ -16,6 +16,7 @@ from halfmoon.schemas.events import (
     BlocksStored,
     DecodeStarted,
     Event,
+    PrefillFinished,
     RequestArrived,
     WorkerJoined,
     WorkerLeft,
@@ -133,7 +134,8 @@ class AdaptedFleet:
 
         async def begun() -> str:
             for at in self.names:
-                if await self.told(after, DecodeStarted, at):
+                prefills = await self.told(after, PrefillFinished, at)
+                if any(one.decodes for one in prefills) or await self.told(after, DecodeStarted, at):
                     return at
             return ""
 

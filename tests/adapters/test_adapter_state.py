@@ -12,7 +12,6 @@ from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import EngineRefusal, StartMixed
 from halfmoon.schemas.events import (
     DecodeFailed,
-    DecodeStarted,
     PrefillFailed,
     PrefillFinished,
     RequestFinished,
@@ -130,9 +129,9 @@ def test_an_order_from_its_tokens_to_its_last_word() -> None:
     state.on(EngineAsked(at_ns=5 * MS, order_id="o1", cached_blocks=2))
     first = state.on(heard(7, at_ns=25 * MS))
     assert delivered(first) == [(0, [7], "")]
-    told, started = reports(first)
+    (told,) = reports(first)
     assert (told.queue_ns, told.compute_ns, told.cached_local_tokens) == (5 * MS, 20 * MS, 32)
-    assert isinstance(started, DecodeStarted)
+    assert told.decodes
     assert delivered(state.on(heard(8, 9, at_ns=35 * MS))) == [(1, [8, 9], "")]
     last = state.on(heard(10, at_ns=45 * MS, reason="length"))
     assert delivered(last) == [(3, [10], "length")]

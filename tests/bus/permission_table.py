@@ -34,7 +34,7 @@ halfmoon.events.<me>.WorkerLeft            prefill decode attention supervisor m
 halfmoon.events.<me>.PrefillFinished       prefill mixed adapt
 halfmoon.events.<me>.PrefillFailed         prefill mixed adapt
 halfmoon.events.<me>.StageFinished         prefill
-halfmoon.events.<me>.DecodeStarted         decode mixed adapt
+halfmoon.events.<me>.DecodeStarted         decode adapt
 halfmoon.events.<me>.DecodeRefused         decode
 halfmoon.events.<me>.DecodeFailed          decode adapt
 halfmoon.events.<me>.RequestFinished       prefill decode mixed adapt

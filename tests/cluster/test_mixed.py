@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from halfmoon.schemas.decisions import StartDecode, StartMixed, StartPrefill
-from halfmoon.schemas.events import DecodeStarted, PrefillFinished
+from halfmoon.schemas.events import PrefillFinished
 from halfmoon.workers.hold_points import DECODE_STEP
 from tests.chaos.live import replayed
 from tests.cluster.harness import PATIENT, Cluster
@@ -65,10 +65,10 @@ async def partly_cached(cluster: Cluster, cold: Answers) -> None:
     beside = False
     for stamped in await cluster.events(before):
         match stamped.event:
-            case DecodeStarted(worker_id=worker_id):
-                decoding.add(worker_id)
-            case PrefillFinished(worker_id=worker_id):
+            case PrefillFinished(worker_id=worker_id, decodes=decodes):
                 beside = beside or worker_id in decoding
+                if decodes:
+                    decoding.add(worker_id)
             case _:
                 pass
     assert beside, "no prompt was computed by a worker that decoded"

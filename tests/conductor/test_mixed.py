@@ -66,7 +66,8 @@ def placed(script: Script, request_id: str = "r1", **fields: Any) -> StartMixed:
     return order
 
 
-def test_a_cluster_of_one_mixed_worker_serves() -> None:
+@pytest.mark.parametrize("older", [False, True])
+def test_a_cluster_of_one_mixed_worker_serves(older: bool) -> None:
     script = cluster(mixed())
     order = placed(script)
     assert (order.worker_id, order.prompt_tokens, order.max_tokens, order.placement) == ("m0", 1_000, 100, 1)
@@ -75,10 +76,14 @@ def test_a_cluster_of_one_mixed_worker_serves() -> None:
     # 10 ms and 0.1 ms a token; a step of one sequence beside nobody.
     assert order.predicted.ttft_ns == 110 * MS
     assert order.predicted.tbt_ns < 15 * MS
-    script(prefilled(order.order_id, "r1", "m0", compute_ns=100 * MS), after_ns=110 * MS)
+    told = prefilled(order.order_id, "r1", "m0", compute_ns=100 * MS, decodes=not older)
+    script(told, after_ns=110 * MS)
+    assert script.core.state.orders[order.order_id].decode.running is not older
     assert (record.prompts.orders, record.prompts.reserved_ns) == ({}, 0)
     assert list(record.orders) == [order.order_id]
-    script(DecodeStarted(order_id=order.order_id, request_id="r1", worker_id="m0"))
+    if older:
+        script(DecodeStarted(order_id=order.order_id, request_id="r1", worker_id="m0"))
+        assert script.core.state.orders[order.order_id].decode.running
     script(finished(order.order_id, "r1", "m0"), after_ns=S)
     assert (record.orders, record.reserved_blocks, record.context_tokens) == ({}, 0, 0)
     assert script.core.state.requests == {}

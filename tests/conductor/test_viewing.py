@@ -112,6 +112,30 @@ def test_what_a_worker_found_of_its_cpu_is_shown_and_nothing_where_it_did_not_sa
     assert node_statuses(Core.restore(watched.core.snapshot()).state) == node_statuses(watched.core.state)
 
 
+def test_a_request_at_a_mixed_worker_decodes_when_its_prompt_is_computed() -> None:
+    cluster = Watched()
+    cluster.view()
+    gone = [WorkerLeft(worker_id=name) for name in ("p0", "p1", "d0")]
+    cluster.see(*gone, worker("m0", "mixed", token_budget=200), store("m0"))
+    order_id = cluster.arrive("r1")
+    about = {"order_id": order_id, "request_id": "r1", "worker_id": "m0"}
+    cluster.see(
+        PrefillFinished(**about, queue_ns=0, transfer_ns=0, compute_ns=50 * MS, decodes=True),
+        after_ns=60 * MS,
+    )
+    view = cluster.view()
+    assert (view.requests[0].stage, view.stages["decode"]) == ("decode", 1)
+    cluster.see(
+        RequestFinished(
+            **about, finish_reason="length", completion_tokens=10, ttft_ns=60 * MS, decode_ns=90 * MS
+        ),
+        after_ns=90 * MS,
+    )
+    (row,) = cluster.view().requests
+    assert [name for name, _, _ in row.stretches][-1] == "decode"
+    assert row.stretches[-1][2] - row.stretches[-1][1] == 90 * MS
+
+
 def test_a_request_moves_through_its_stages() -> None:
     cluster = Watched()
     cluster.view()

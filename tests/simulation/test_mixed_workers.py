@@ -225,7 +225,6 @@ def test_what_is_told_to_the_log_is_what_a_live_worker_tells(
         world.clock.step()
     assert [type(each.event).__name__ for each in seen if hasattr(each.event, "order_id")] == [
         "PrefillFinished",
-        "DecodeStarted",
         "RequestFinished",
     ]
     (joined,) = [each.event for each in seen if isinstance(each.event, WorkerJoined)]

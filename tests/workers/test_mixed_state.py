@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.schemas.events import DecodeStarted, PrefillFailed, PrefillFinished, RequestFinished
+from halfmoon.schemas.events import PrefillFailed, PrefillFinished, RequestFinished
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.sampling import Sampling
@@ -39,7 +39,7 @@ def test_one_request(layout: Layout) -> None:
     script.begin(order())
     script.run()
     assert script.delivered == {"r1": answer_of(1, 10, 3)}
-    assert script.reports() == ["PrefillFinished", "DecodeStarted", "RequestFinished"]
+    assert script.reports() == ["PrefillFinished", "RequestFinished"]
     # Of ten tokens two blocks are whole, and have keys.
     assert script.committed == {"1-1": {0, 1}}
     finished = the(script, RequestFinished)
@@ -186,7 +186,7 @@ def test_a_request_whose_end_was_lost_ends_again() -> None:
     script.delivered["r1"] = list(known)
     script.begin(order(placement=2), output_ids=pack_tokens(known))
     script.run()
-    assert script.reports() == ["PrefillFinished", "DecodeStarted", "RequestFinished"]
+    assert script.reports() == ["PrefillFinished", "RequestFinished"]
 
 
 def test_a_frontend_that_does_not_answer_fails_the_order_once() -> None:
@@ -414,7 +414,7 @@ def test_whatever_is_heard(
     answers = [
         each.event
         for each in script.said
-        if isinstance(each, Report) and not isinstance(each.event, PrefillFinished | DecodeStarted)
+        if isinstance(each, Report) and not isinstance(each.event, PrefillFinished)
     ]
     assert len(answers) == len({each.order_id for each in answers}), "answered twice"
     assert {each.order_id for each in answers} | ended >= set(begun), "not answered"

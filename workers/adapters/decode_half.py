@@ -26,13 +26,14 @@ from typing import Any
 
 import msgspec
 
-from halfmoon.schemas.events import DecodeFailed, PrefillFailed, WorkerHeartbeat
+from halfmoon.schemas.events import DecodeFailed, DecodeStarted, PrefillFailed, WorkerHeartbeat
 from halfmoon.schemas.kv import EngineKv, KvMessage, KvPromised, PrefillResult
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.adapters.engines.completion import FOR_NOW, kv_params_of
 from halfmoon.workers.adapters.events import AnswerBroke, TokensHeard
 from halfmoon.workers.adapters.state import AdaptedRequest, AdapterState, HalfEvent
 from halfmoon.workers.decode.events import DecodeOrdered, KvHeard
+from halfmoon.workers.machines import Report
 
 #: What a prefill worker tells may overtake the StartDecode (another stream): so much of it is kept.
 EARLY_MAX = 256
@@ -159,6 +160,14 @@ class DecodeAdapterState(AdapterState):
         sequence = request.sequence
         self.first_ns = sequence.ready_ns = sequence.started_ns = self.now_ns
         sequence.ready_wall_ns = self.wall_ns
+        if not sequence.finish_reason:
+            started = DecodeStarted(
+                order_id=request.order.order_id,
+                request_id=request.order.request_id,
+                worker_id=self.worker_id,
+                wait_ns=sequence.wait_ns,
+            )
+            self.out.append(Report(started))
 
     def computes_prompt(self, request: AdaptedRequest) -> bool:
         waits = request.asked_ns is None or request.sequence.result is None

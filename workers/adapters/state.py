@@ -3,7 +3,7 @@ Pure. `prefill_half` and `decode_half` have the machines of the other two roles,
 
 ::
 
-    order ─▶ its tokens ─▶ asked ─▶ first token: PrefillFinished, DecodeStarted ─▶ last one: RequestFinished
+    order ─▶ its tokens ─▶ asked ─▶ first token: PrefillFinished ─▶ last one: RequestFinished
                              └─ broke off: PrefillFailed, or DecodeFailed where its first token was out
 
 All orders go to the engine at once: it queues, batches and preempts as it does for its own clients. Tokens that the
@@ -26,7 +26,6 @@ from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import EngineRefusal, StartDecode
 from halfmoon.schemas.events import (
     DecodeFailed,
-    DecodeStarted,
     PrefillFailed,
     PrefillFinished,
     WorkerHeartbeat,
@@ -280,14 +279,12 @@ class AdapterState:
         first = not request.drawing and bool(event.tokens)
         request.whole = event.whole
         self._pace(request, len(event.tokens), first=first)
-        if first:
-            self.first(request, event.tokens[0])
         for token in event.tokens:
             if sequence.finish_reason:
                 break  # it drew on behind the end that the request has
             sequence.add(token, self.now_ns)
         if event.finish_reason and not sequence.finish_reason:
-            if event.finish_reason not in ("stop", "length") or not request.drawing:
+            if event.finish_reason not in ("stop", "length") or not (request.drawing or first):
                 reason = f"the engine ended it by {event.finish_reason!r} after {len(sequence.output)} tokens"
                 self.broke(
                     request,
@@ -295,10 +292,10 @@ class AdapterState:
                 )
                 return
             sequence.finish_reason = event.finish_reason
+        if first:
+            self.first(request, event.tokens[0])
         if len(sequence.output) > index or sequence.finish_reason:
             self.out += deliveries_of([(sequence, index)], self.worker_id)
-        if first and not sequence.finish_reason:
-            self.out.append(Report(self._started(request)))
         if sequence.finish_reason:
             if not event.finish_reason:
                 self.out.append(HangUp(event.order_id))
@@ -309,9 +306,9 @@ class AdapterState:
         self.fail(request, event.reason, retryable=event.retryable, refusal=event.refusal)
 
     def first(self, request: AdaptedRequest, token: SampledToken) -> None:
-        """Its first new token is there: its prompt is computed."""
+        """Its first new token is there, and perhaps others: its prompt is computed."""
         sequence = request.sequence
-        told = self.prefilled(request, token)
+        told = msgspec.structs.replace(self.prefilled(request, token), decodes=not sequence.finish_reason)
         sequence.result_ns = sequence.ready_ns = sequence.started_ns = self.now_ns
         sequence.ready_wall_ns = self.wall_ns
         self.out.append(Report(told))
@@ -351,15 +348,6 @@ class AdapterState:
             cached_local_tokens=cached,
             # A prompt that nobody had to compute tells nothing of the time that they take.
             prompt_tokens=0 if sequence.replay_is_all else len(sequence.prompt) + len(sequence.replay),
-        )
-
-    def _started(self, request: AdaptedRequest) -> DecodeStarted:
-        order = request.order
-        return DecodeStarted(
-            order_id=order.order_id,
-            request_id=order.request_id,
-            worker_id=self.worker_id,
-            wait_ns=request.sequence.wait_ns,
         )
 
     def _pace(self, request: AdaptedRequest, tokens: int, *, first: bool) -> None:

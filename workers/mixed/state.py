@@ -40,7 +40,7 @@ import msgspec
 
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartMixed
-from halfmoon.schemas.events import DecodeStarted, WorkerHeartbeat
+from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.batch_former import BatchFormer, Iteration
 from halfmoon.workers.decode.actions import EndSpan, Measure, Wake
@@ -352,17 +352,13 @@ class MixedState:
             request.job.kept = request.order_id in event.kept
             sequence = request.sequence
             token = sequence.next_known() or token
-            sequence.result = request.job.end_computed(token, request.compute_ns, self.wall_ns, self.out)
-            sequence.result_ns = sequence.started_ns = self.now_ns
             if sequence.add(token, self.now_ns):
                 fresh.append((sequence, 0))
-            if not sequence.finish_reason:
-                started = DecodeStarted(
-                    order_id=request.order_id,
-                    request_id=request.order.request_id,
-                    worker_id=self.worker_id,
-                )
-                self.out.append(Report(started))
+            decodes = not sequence.finish_reason
+            sequence.result = request.job.end_computed(
+                token, request.compute_ns, self.wall_ns, self.out, decodes=decodes
+            )
+            sequence.result_ns = sequence.started_ns = self.now_ns
 
     # --- the end of an order --------------------------------------------------------------------------------
 

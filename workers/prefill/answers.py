@@ -56,7 +56,7 @@ def result_of(job: Computed, first: SampledToken) -> PrefillResult:
     )
 
 
-def finished_of(job: Computed, pushed_bytes: int, push_ns: int) -> PrefillFinished:
+def finished_of(job: Computed, pushed_bytes: int, push_ns: int, *, decodes: bool) -> PrefillFinished:
     """The answer to the order."""
     block_tokens = job.rules.layout.block_tokens
     return PrefillFinished(
@@ -77,6 +77,7 @@ def finished_of(job: Computed, pushed_bytes: int, push_ns: int) -> PrefillFinish
         stages=len(job.stages),
         stage_wait_ns=job.stage_wait_ns,
         similar=job.similar,
+        decodes=decodes,
     )
 
 

@@ -471,16 +471,18 @@ class Job:
             return
         self._finish(moved_bytes, elapsed_ns, out)
 
-    def end_computed(self, first: SampledToken, compute_ns: int, wall_ns: int, out: Actions) -> PrefillResult:
+    def end_computed(
+        self, first: SampledToken, compute_ns: int, wall_ns: int, out: Actions, *, decodes: bool
+    ) -> PrefillResult:
         """A mixed worker has computed the prompt from its turn on, and keeps its KV: nothing is pushed."""
         assert self.stage is PrefillStage.PREPARED, self.stage
         self.compute_ns, self.finished_at_ns = compute_ns, wall_ns
         self.result = result_of(self, first)
-        self._finish(0, 0, out)
+        self._finish(0, 0, out, decodes=decodes)
         return self.result
 
-    def _finish(self, pushed_bytes: int, push_ns: int, out: Actions) -> None:
-        out.append(Report(event=finished_of(self, pushed_bytes, push_ns)))
+    def _finish(self, pushed_bytes: int, push_ns: int, out: Actions, *, decodes: bool = False) -> None:
+        out.append(Report(event=finished_of(self, pushed_bytes, push_ns, decodes=decodes)))
         self._end("", out)
 
     def _push_failed(self, reason: str, out: Actions) -> None:
