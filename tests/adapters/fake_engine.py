@@ -228,6 +228,7 @@ class Engine:
         streams = body.get("stream", False)
         about = {"prompt": len(tokens), "cached": 0, "drawn": 0, "end": "", "salt": salt, "body": body}
         about["weights"] = self.weights
+        about["connection"] = request.transport and request.transport.get_extra_info("peername")[1]
         self.asked.append(about)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         if streams:
@@ -269,6 +270,7 @@ class Engine:
                 await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
             self.store(tokens[:-1], salt)
             about["end"] = "length"
+            await asyncio.sleep(0.001)  # the stream ends later than the answer, as with real engines
             await response.write(b"data: [DONE]\n\n")
         except (asyncio.CancelledError, ConnectionError):
             about["end"] = "aborted"

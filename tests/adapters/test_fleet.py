@@ -53,6 +53,8 @@ async def test_requests_go_where_their_blocks_are(fleet: FakeFleet) -> None:
         assert again["usage"]["cached_tokens"] == 2_560
         # All whole blocks of the engine's: no fewer than the conductor counts on.
         assert fleet.engines[cold["decode_worker"]].asked()[-1]["cached"] == 2_560
+    asked = fleet.engines[cold["decode_worker"]].asked()
+    assert len({one["connection"] for one in asked}) < len(asked), "each answer had a connection of its own"
 
 
 async def test_tenants_and_salts_share_nothing(fleet: FakeFleet) -> None:

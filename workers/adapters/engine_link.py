@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from halfmoon.bus.errors import PeerError
 from halfmoon.schemas.decisions import EngineRefusal
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.weights import PrefixCacheReset
 from halfmoon.workers.adapters.actions import AskEngine
 from halfmoon.workers.adapters.engines.api import EngineApi, EngineAway, EngineUnfit
@@ -39,6 +40,8 @@ class EngineLink:
         self.vocabulary = vocabulary
         #: Gets why the engine cannot be used any more.
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        #: When it last gave a token.
+        self._answered_ns = 0
         self._look = asyncio.Event()
         #: Callers that wait for the next look at the engine to find it there.
         self._lookers: list[asyncio.Future[None]] = []
@@ -56,6 +59,7 @@ class EngineLink:
         try:
             async for heard in sent:
                 now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
+                self._answered_ns = now_ns
                 self.hear(
                     TokensHeard(
                         at_ns=now_ns,
@@ -118,8 +122,11 @@ class EngineLink:
         while not self.lost.done():
             self._look.clear()
             lookers, self._lookers = self._lookers, []
+            silent_ns = time.monotonic_ns() - self._answered_ns
             try:
-                await self.api.healthy()
+                # An engine that gives tokens is there.
+                if lookers or silent_ns > LOOK_S * SECOND_NS:
+                    await self.api.healthy()
                 used = await self.api.cache_percent()
             except EngineUnfit:
                 used = 0.0  # it answers: that is enough

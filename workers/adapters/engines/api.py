@@ -4,6 +4,8 @@ have in common. Each has a class of its own (`vllm`, `sglang`).
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ from halfmoon.workers.adapters.engines.words import EngineWords
 
 #: Connecting, and answers that need no computing.
 CONNECT_S, LOOK_S = 5.0, 5.0
+#: For what follows the last token of an answer.
+_END_S = 1.0
 _BODY_BYTES_MAX = 16 << 20
 
 
@@ -177,6 +181,7 @@ class EngineApi(ABC):
                     if heard is not None:
                         yield heard
                         if heard.finish_reason:
+                            await _ended(response)
                             return
         except (aiohttp.ClientError, OSError, ValueError) as problem:
             raise EngineAway(f"{self.url}: {str(problem) or type(problem).__name__}") from None
@@ -204,6 +209,16 @@ class EngineApi(ABC):
                 return raw
         except (aiohttp.ClientError, OSError, TimeoutError) as problem:
             raise EngineAway(f"{self.url}: {str(problem) or type(problem).__name__}") from None
+
+
+async def _ended(response: aiohttp.ClientResponse) -> None:
+    """Returns at the end of a stream whose tokens are all there. A connection that was read to its end takes the next
+    request; others are closed.
+    """
+    with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, TimeoutError):
+        async with asyncio.timeout(_END_S):
+            while await response.content.readany():
+                pass
 
 
 async def _whole(response: aiohttp.ClientResponse) -> bytes:
