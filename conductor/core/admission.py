@@ -205,13 +205,16 @@ def _cannot(costed: Costed) -> Refusal | None:
     queues full.
     """
     state, now_ns = costed.state, costed.now_ns
-    pools = {"prefill": state.loads.prefill.workers}
-    if not costed.one_token:
-        pools["decode"] = state.loads.decode.workers
-    missing = [f"no {role} worker is there" for role, workers in pools.items() if not workers]
     if state.paused:
-        missing.insert(0, "an operator has paused placements")
-    message = missing[0] if missing else "" if costed.one_token else nowhere_to_hold(state)
+        message = "an operator has paused placements"
+    elif not state.loads.prefill.workers:
+        message = "no prefill worker is there"
+    elif costed.one_token:
+        message = ""
+    elif not state.loads.decode.workers:
+        message = "no decode worker is there"
+    else:
+        message = nowhere_to_hold(state)
     if message:
         return Refusal(
             reason="no_worker",

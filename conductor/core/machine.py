@@ -92,6 +92,8 @@ from halfmoon.schemas.weights import PlacementsPaused, WeightsChanged
 SNAPSHOT_VERSION = 11
 #: Events after which a request that waits for lenders may find room.
 _MAY_END_AN_ORDER = (DecodeFailed, DecodeRefused, PrefillFailed, RequestCancelled, RequestFinished)
+#: Events by which a role may be wanted: a request, or another policy for those that there are.
+_SHOWS_LOAD = (RequestArrived, PolicyChanged)
 
 
 class SnapshotInvalid(ValueError):
@@ -146,7 +148,7 @@ class Core:
         _apply(state, stamped.event, out)
         if state.orders_now:
             moves.keep_planning(state, out)
-        if isinstance(stamped.event, RequestArrived | PolicyChanged):
+        if isinstance(stamped.event, _SHOWS_LOAD):
             roles.keep_looking(state, out)
         self.notes, self.move_notes, self.role_notes = out.notes, out.moves, out.roles
         if self.checked:
@@ -205,6 +207,7 @@ _decoder = msgspec.msgpack.Decoder(_Snapshot, dec_hook=_decode_index)
 
 
 def _apply(state: State, event: Event, out: StepOutput) -> None:
+    # The cases are tried one by one: frequent events come first.
     match event:
         case RequestArrived():
             event = of_these_weights(state, event)
@@ -217,28 +220,28 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
                 orders.cancel(state, state.requests[event.request_id], out)
         case (
             PrefillFinished()
-            | PrefillFailed()
-            | StageFinished()
+            | RequestFinished()
             | DecodeStarted()
+            | StageFinished()
+            | PrefillFailed()
             | DecodeRefused()
             | DecodeFailed()
             | KvMoved()
             | KvMoveRefused()
-            | RequestFinished()
         ):
             order_events.apply(state, event, out)
         case WorkerHeartbeat():
             _worker_heartbeat(state, event, out)
+        case BlocksStored() | BlocksEvicted() | TierLost() | StoreInventory():
+            membership.blocks_reported(state, event)
+        case StoreHeartbeat():
+            membership.store_heartbeat(state, event, out)
         case WorkerJoined():
             membership.worker_joined(state, event, out)
         case WorkerDraining():
             membership.worker_draining(state, event, out)
         case WorkerLeft():
             membership.worker_left(state, event.worker_id, event.incarnation, out)
-        case BlocksStored() | BlocksEvicted() | TierLost() | StoreInventory():
-            membership.blocks_reported(state, event)
-        case StoreHeartbeat():
-            membership.store_heartbeat(state, event, out)
         case StoreSuspected():
             membership.store_suspected(state, event)
         case StoreJoined():

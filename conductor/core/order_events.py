@@ -54,10 +54,12 @@ def apply(state: State, event: OrderEvent, out: StepOutput) -> None:
     match event:
         case PrefillFinished():
             _prefill_finished(state, order, request, event)
-        case StageFinished():
-            booking.free_stage(state, order, event.worker_id)
+        case RequestFinished():
+            _request_finished(state, order, request, event, out)
         case DecodeStarted():
             order.decode.running = True
+        case StageFinished():
+            booking.free_stage(state, order, event.worker_id)
         case KvMoved():
             if kv_moved(state, order, event):
                 orders.place_borrowers(state, out)
@@ -74,8 +76,6 @@ def apply(state: State, event: OrderEvent, out: StepOutput) -> None:
         case DecodeRefused():
             booking.withdraw(state, order, out, prefill_runs=True, decode_runs=False)
             _decode_refused(state, request, event, out)
-        case RequestFinished():
-            _request_finished(state, order, request, event, out)
         case _:
             assert_never(event)
 
@@ -86,19 +86,19 @@ def _open_order(state: State, event: OrderEvent) -> Order | None:
     if order is None or order.request_id != event.request_id:
         return None
     match event:
-        case StageFinished():
-            is_its = event.worker_id in order.prefill.staged
         case PrefillFinished() if not order.decode_id:
             is_its = False  # the end of its request is what counts, and comes first
         case PrefillFinished() | PrefillFailed():
             is_its = event.worker_id == order.prefill_id and order.phase == "prefill"
+        case StageFinished():
+            is_its = event.worker_id in order.prefill.staged
         case (
-            DecodeStarted()
+            RequestFinished()
+            | DecodeStarted()
             | DecodeRefused()
             | DecodeFailed()
             | KvMoved()
             | KvMoveRefused()
-            | RequestFinished()
         ):
             is_its = event.worker_id == order.answerer_id
         case _:

@@ -67,7 +67,7 @@ def change_role(
 def keep_looking(state: State, out: StepOutput) -> None:
     """Set the timer while there is load. Call it when a request has arrived, or the timer has fired."""
     policy = state.policy
-    if policy.elastic == "off" or not (state.requests or state.demand.looks):
+    if policy.elastic == "off" or TIMER in state.timers or not (state.requests or state.demand.looks):
         return
     if any(worker.change.may_become for worker in state.workers.values()):
         arm(state, TIMER, state.at_ns + policy.elastic_period_ns, out)

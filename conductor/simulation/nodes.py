@@ -13,77 +13,83 @@ class BlockCache:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        #: Readable and held by nobody, the longest unused first; and held, with by how many.
-        self._idle: OrderedDict[bytes, None] = OrderedDict()
-        self._held: dict[bytes, int] = {}
+        #: Readable blocks and by how many each is held; those that nobody holds in the order of their last use.
+        self._blocks: OrderedDict[bytes, int] = OrderedDict()
+        #: The number of blocks that are held.
+        self.held = 0
 
     def __len__(self) -> int:
-        return len(self._idle) + len(self._held)
+        return len(self._blocks)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._held or key in self._idle
-
-    @property
-    def held(self) -> int:
-        """The number of blocks that are held."""
-        return len(self._held)
+        return key in self._blocks
 
     def held_of(self, keys: Sequence[bytes]) -> int:
         """The number of `keys` that are held."""
-        return sum(key in self._held for key in keys)
+        return sum(self._blocks.get(key, 0) > 0 for key in keys)
 
     def resize(self, slots: int) -> None:
         """Set another size; blocks that no longer fit are evicted."""
         self.slots = slots
-        while len(self) > slots and self._idle:
-            self._idle.popitem(last=False)
+        while len(self) > slots and self.held < len(self):
+            self._evict()
 
     def run(self, keys: Sequence[bytes]) -> int:
         """The number of `keys`, from the first, that are here without a gap."""
-        held, idle = self._held, self._idle
+        blocks = self._blocks
         for place, key in enumerate(keys):
-            if key not in held and key not in idle:
+            if key not in blocks:
                 return place
         return len(keys)
 
     def hold(self, keys: Sequence[bytes]) -> list[bytes]:
         """Keep those of `keys` that are here until `release`; returns them."""
-        here = []
+        blocks, here = self._blocks, []
         for key in keys:
-            if key in self._held:
-                self._held[key] += 1
-            elif key in self._idle:
-                del self._idle[key]
-                self._held[key] = 1
-            else:
-                continue
-            here.append(key)
+            holders = blocks.get(key)
+            if holders is not None:
+                blocks[key] = holders + 1
+                self.held += not holders
+                here.append(key)
         return here
 
     def release(self, keys: Sequence[bytes]) -> None:
         """Let go of `keys`. A block without holders is idle, as if used now, the last of a chain first."""
+        blocks, used = self._blocks, self._blocks.move_to_end
         for key in reversed(keys):
-            holders = self._held[key] - 1
-            if holders:
-                self._held[key] = holders
-            else:
-                del self._held[key]
-                self._idle[key] = None
+            holders = blocks[key] - 1
+            blocks[key] = holders
+            if not holders:
+                used(key)
+                self.held -= 1
 
     def commit(self, keys: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
         """Make blocks readable, held once for the caller; blocks without room are left out. (Added, evicted)."""
+        blocks, free = self._blocks, self.slots - len(self)
         added: list[bytes] = []
         evicted: list[bytes] = []
         for key in keys:
-            if key in self._held or key in self._idle:
+            if key in blocks:
                 continue
-            if len(self) >= self.slots:
-                if not self._idle:
-                    break
-                evicted.append(self._idle.popitem(last=False)[0])
-            self._held[key] = 1
+            if free > 0:
+                free -= 1
+            elif self.held < len(blocks):
+                evicted.append(self._evict())
+            else:
+                break
+            blocks[key] = 1
+            self.held += 1
             added.append(key)
         return added, evicted
+
+    def _evict(self) -> bytes:
+        """The block that goes; there is one that nobody holds."""
+        while True:
+            key, holders = self._blocks.popitem(last=False)
+            if not holders:
+                return key
+            # Its place says nothing until it is released.
+            self._blocks[key] = holders
 
 
 class Node:

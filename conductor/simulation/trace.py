@@ -161,7 +161,7 @@ def _row(line: bytes, name: str, number: int) -> _Row:
             raise TraceInvalid(
                 f"{name}:{number}: hash_ids names {len(row.hash_ids)} blocks, {row.input_length} tokens are {needed}"
             )
-        if any(not 0 <= block < 2**63 for block in row.hash_ids):
+        if min(row.hash_ids) < 0 or max(row.hash_ids) >= 2**63:
             raise TraceInvalid(f"{name}:{number}: hash_ids: ids are integers from 0 to 2^63 - 1")
     return row
 
@@ -173,12 +173,9 @@ def _keys(row: _Row, number: int, block_tokens: int, sessions: dict[str, tuple[i
         parts = TRACE_BLOCK_TOKENS // block_tokens
         if parts == 1:
             return b"".join([block.to_bytes(16, "big") for block in row.hash_ids[:whole]])
-        return b"".join(
-            [
-                row.hash_ids[place // parts].to_bytes(8, "big") + (place % parts).to_bytes(8, "big")
-                for place in range(whole)
-            ]
-        )
+        tails = [part.to_bytes(8, "big") for part in range(parts)]
+        heads = [block.to_bytes(8, "big") for block in row.hash_ids]
+        return b"".join([head + tail for head in heads for tail in tails][:whole])
     if row.session_id is None:
         return _chain(2 * number, whole)
     # A turn repeats the session as far as it is that long, and adds to it. A shorter prompt begins a new text.

@@ -30,7 +30,7 @@ from halfmoon.conductor.core.placement.candidates import (
     cached_blocks_max,
     candidate_of,
     candidates,
-    coming_at,
+    coming_blocks,
     copies_ns,
     copies_rate,
 )
@@ -87,12 +87,12 @@ def earliest_first_token(
         return None
     blocks = min(match.longest, (tokens - 1) // index.block_tokens) if index.block_tokens else 0
     # A good cost at the start passes over the most: that of the best bound among those that mostly win.
-    bounds = _lower_bounds(state, match, tokens, blocks, now_ns, likely_places(index, match))
-    likely = min(bounds, default=None)
+    likely = likely_places(index, match)
+    bounds = _lower_bounds(state, match, tokens, blocks, now_ns, likely)
     # A worker may announce any cost, so all of these may be beyond NEVER_NS.
-    if likely is None:
+    if not bounds:
         return None
-    first = likely[-1]
+    first = min(bounds)[-1]
     best: Candidate | None = None
     rank = NEVER
     if index.rows[first].orders < policy.queued_max_per_worker:
@@ -103,12 +103,17 @@ def earliest_first_token(
     cached = max(blocks * index.block_tokens, min(most, tokens))
     queue_max_ns = rank[0] - index.least.prefill_ns(tokens, cached)
     # Sorted by load, so this is a slice: the work is of the workers with short queues, not of the whole cluster.
-    places = [place for _, place in index.up_to(now_ns + queue_max_ns) if place != first]
+    bounded = dict.fromkeys(likely)
+    places = [place for _, place in index.up_to(now_ns + queue_max_ns) if place not in bounded]
+    if places:
+        bounds += _lower_bounds(state, match, tokens, blocks, now_ns, places, rank)
     idle = _IdleBound(state, tokens, match, now_ns)
-    for bound in sorted(_lower_bounds(state, match, tokens, blocks, now_ns, places, rank)):
+    for bound in sorted(bounds):
         if bound > rank:
             break
         place = bound[-1]
+        if place == first:
+            continue
         worker = index.workers[place]
         if len(worker.orders) >= policy.queued_max_per_worker or idle.bound(worker, place) > rank:
             continue
@@ -137,7 +142,8 @@ def likely_places(index: LoadIndex[Row], match: PrefixMatch) -> list[int]:
     if match.dram_runs and len(match.dram_runs[0][1]) <= FEW_NODES:
         for node_id in match.dram_runs[0][1]:
             places += index.on_node.get(node_id, ())
-    return places + index.places(match.coming)
+    places += index.places(match.coming)
+    return list(dict.fromkeys(places))
 
 
 def _lower_bounds(
@@ -155,19 +161,31 @@ def _lower_bounds(
     at the worker, is computed; the price of copies comes on top. The transfer is taken to be free.
     """
     index, held, rate = state.loads.prefill, match.dram, copies_rate(state)
-    found = []
+    rows, limit_ns, found = index.rows, rank[0], []
+    here = coming_blocks(state, match)
+    # At the least cost of any worker: mostly that is enough to pass over one with a long queue.
+    least_ns = index.least.prefill_ns(tokens, blocks * index.block_tokens)
     for place in places:
         worker = index.workers[place]
-        free_ns, behind_ns, orders = index.rows[place]
-        coming = min(coming_at(state, worker, match), cached_blocks_max(worker, tokens))
-        cached = max(blocks, coming) * index.block_tokens
-        bound_ns = worker.cost.prefill_ns(tokens, cached) + max(behind_ns, free_ns - now_ns)
-        if bound_ns <= rank[0]:
-            lacking = blocks - max(held.get(worker.node_id, 0), coming)
+        free_ns, behind_ns, orders = rows[place]
+        queue_ns = free_ns - now_ns
+        if queue_ns < behind_ns:
+            queue_ns = behind_ns
+        coming = 0
+        if worker.worker_id in here:
+            coming = min(here[worker.worker_id], cached_blocks_max(worker, tokens))
+        elif queue_ns + least_ns > limit_ns:
+            continue
+        cached = (coming if coming > blocks else blocks) * index.block_tokens
+        bound_ns = queue_ns + worker.cost.prefill_ns(tokens, cached)
+        if bound_ns <= limit_ns:
+            lacking = blocks - max(held.get(worker.node_id, 0), coming) if rate.part else 0
             if lacking > 0:
                 bound_ns += copies_ns(rate, worker.cost, index.block_tokens, lacking)
-            found.append((bound_ns, 0, orders, place))
-    return [bound for bound in found if bound < rank]
+            bound = bound_ns, 0, orders, place
+            if bound < rank:
+                found.append(bound)
+    return found
 
 
 class _IdleBound:

@@ -8,7 +8,7 @@ Source: Mooncake (FAST'25), Algorithm 1; the fetches are planned in `fetch_plan`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from halfmoon.conductor.core.placement.fetch_plan import Prompt, plan_by, replicas_of
@@ -45,11 +45,10 @@ def candidate_of(
     limit = cached_blocks_max(worker, tokens)
     queue = queue_ns(worker, now_ns)
     held = match.dram.get(worker.node_id, 0)
-    coming = coming_at(state, worker, match)
+    coming = coming_blocks(state, match).get(worker.worker_id, 0)
     local = min(max(held, coming), limit)
-    copies = copies_ns(
-        copies_rate(state), worker.cost, worker.block_tokens, min(match.longest, limit) - local
-    )
+    lacking = min(match.longest, limit) - local
+    copies = copies_ns(copies_rate(state), worker.cost, worker.block_tokens, lacking) if lacking > 0 else 0
     cached, transfer, source, sharing, ssd = local, 0, "", 1, False
     prefill = worker.cost.prefill_ns(tokens, local * worker.block_tokens)
     ttft = queue + prefill
@@ -92,9 +91,11 @@ def cached_blocks_max(worker: WorkerRecord, tokens: int) -> int:
     return (tokens - 1) // worker.block_tokens if worker.block_bytes else 0
 
 
-def coming_at(state: State, worker: WorkerRecord, match: PrefixMatch) -> int:
-    """Blocks of the prompt, from the first on, that its worker will have of prompts before it."""
-    return match.coming.get(worker.worker_id, 0) if rules_of(state).coming_counted else 0
+def coming_blocks(state: State, match: PrefixMatch) -> Mapping[str, int]:
+    """Blocks of the prompt, from the first on, that workers will have of prompts before it, as far as the policy counts
+    them.
+    """
+    return match.coming if rules_of(state).coming_counted else {}
 
 
 class CopiesRate(NamedTuple):

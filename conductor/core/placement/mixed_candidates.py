@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from halfmoon.conductor.core.placement.best_first import NEVER_NS, likely_places
-from halfmoon.conductor.core.placement.candidates import cached_blocks_max, candidate_of, coming_at
+from halfmoon.conductor.core.placement.candidates import cached_blocks_max, candidate_of, coming_blocks
 from halfmoon.conductor.core.placement.decode_candidates import decode_candidate_of, decode_fits
 from halfmoon.conductor.core.placement.measures import MixedCandidate
 from halfmoon.conductor.core.placement.policies import (
@@ -122,12 +122,18 @@ class _Search:
         """The best of the workers whose queue is not full and that have so many blocks free."""
         index = self._state.loads.mixed
         # A good cost at the start passes over the most: that of the best bound among those that mostly win.
-        _, first = min(self._bounds(likely_places(index, self._match), blocks), default=(0, -1))
+        likely = likely_places(index, self._match)
+        bounds = self._bounds(likely, blocks)
+        _, first = min(bounds, default=(0, -1))
         best = self._ranked(first) if first >= 0 else None
         # Without a good cost, no worker is passed over.
         limit_ns = NEVER_NS if best is None else best.rank[0]
-        places = [place for _, place in index.up_to(self._now_ns + limit_ns) if place != first]
-        for least_ns, place in sorted(self._bounds(places, blocks, limit_ns)):
+        bounded = dict.fromkeys(likely)
+        places = [place for _, place in index.up_to(self._now_ns + limit_ns) if place not in bounded]
+        bounds += self._bounds(places, blocks, limit_ns)
+        for least_ns, place in sorted(bounds):
+            if place == first:
+                continue
             if best is not None and least_ns >= best.rank[0]:
                 if least_ns > best.rank[0]:
                     break
@@ -155,22 +161,26 @@ class _Search:
             for node_id, held in match.dram.items():
                 cached_here.update(dict.fromkeys(index.on_node.get(node_id, ()), min(held, cached_max)))
         cached_else = 0 if self._own else min(match.longest, cached_max)
-        for place in index.places(match.coming):
-            coming = min(coming_at(self._state, index.workers[place], match), cached_max)
+        coming_here = coming_blocks(self._state, match)
+        for place in index.places(coming_here):
+            coming = min(coming_here[index.workers[place].worker_id], cached_max)
             cached_here[place] = max(cached_here.get(place, cached_else), coming)
         # At the least cost of any worker: mostly that is enough to pass over one with a long queue.
         least_ns = index.least.prefill_ns(tokens, cached_else * index.block_tokens)
-        found = []
+        rows, delays, found = index.rows, self._delays, []
         for place in places:
-            free_ns, behind_ns, orders, blocks_free = index.rows[place]
+            free_ns, behind_ns, orders, blocks_free = rows[place]
             if orders >= most or blocks_free < blocks:
                 continue
-            times = orders + 1 if self._delays else 1
-            queue_ns = max(behind_ns, free_ns - now_ns)
-            cached = cached_here.get(place, -1)
-            if cached < 0:
-                if queue_ns + times * least_ns > limit_ns:
-                    continue
+            times = orders + 1 if delays else 1
+            queue_ns = free_ns - now_ns
+            if queue_ns < behind_ns:
+                queue_ns = behind_ns
+            if place in cached_here:
+                cached = cached_here[place]
+            elif queue_ns + times * least_ns > limit_ns:
+                continue
+            else:
                 cached = cached_else
             own_ns = index.workers[place].cost.prefill_ns(tokens, cached * index.block_tokens)
             if (bound_ns := queue_ns + times * own_ns) <= limit_ns:

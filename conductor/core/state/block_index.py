@@ -79,14 +79,14 @@ class BlockIndex:
     def discard(self, node_id: str, block_keys: bytes, tier: str) -> None:
         bit = self._bits[node_id]
         masks = self._ssd if tier == "ssd" else self._dram
+        get = masks.get
         for key in keys_of(block_keys):
-            mask = masks.get(key, 0)
-            if mask & bit:
-                if mask == bit:
-                    # A mask of nobody would keep the key for ever: blocks come and go by millions.
-                    del masks[key]
-                else:
-                    masks[key] = mask ^ bit
+            mask = get(key, 0)
+            if mask == bit:
+                # A mask of nobody would keep the key for ever: blocks come and go by millions.
+                del masks[key]
+            elif mask & bit:
+                masks[key] = mask ^ bit
 
     def forget_tier(self, node_id: str, tier: str) -> None:
         """The node holds nothing on this tier any more."""

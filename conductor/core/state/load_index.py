@@ -122,15 +122,19 @@ class LoadIndex(Generic[Row]):
 
     def changed(self, worker: WorkerRecord) -> None:
         place = self._places.get(worker.worker_id)
-        if place is not None:
-            prompts = _prompts(worker)
-            self.prompts += prompts - self._prompts[place]
-            self.busy += (prompts > 0) - (self._prompts[place] > 0)
-            self._prompts[place] = prompts
-            load, self.rows[place] = self.rows[place][0], self._row(worker)
-            if self.rows[place][0] != load:
-                del self.by_load[bisect_left(self.by_load, (load, place))]
-                insort(self.by_load, (self.rows[place][0], place))
+        if place is None:
+            return
+        if (duty := worker.prompts) is not None:
+            before, prompts = self._prompts[place], len(duty.orders)
+            if prompts != before:
+                self.prompts += prompts - before
+                self.busy += (prompts > 0) - (before > 0)
+                self._prompts[place] = prompts
+        load, row = self.rows[place][0], self._row(worker)
+        self.rows[place] = row
+        if row[0] != load:
+            del self.by_load[bisect_left(self.by_load, (load, place))]
+            insort(self.by_load, (row[0], place))
 
     def places(self, worker_ids: Iterable[str]) -> list[int]:
         """Places of those of the workers that are here."""
