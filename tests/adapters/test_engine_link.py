@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.adapters.actions import AskEngine
 from halfmoon.workers.adapters.engine_link import EngineLink
+from halfmoon.workers.adapters.engines import api as engine_api
 from halfmoon.workers.adapters.engines.api import EngineAway
 from halfmoon.workers.adapters.engines.completion import Heard
 from halfmoon.workers.adapters.engines.vllm import VllmApi
 from halfmoon.workers.adapters.engines.words import VllmWords
 from halfmoon.workers.adapters.events import AnswerBroke, EngineAsked, EngineLooked, TokensHeard
 from halfmoon.workers.adapters.mirror import EngineMirror
+from tests.eventually import within
 
 pytestmark = pytest.mark.pure
 
@@ -75,3 +78,11 @@ async def test_an_engine_is_asked_for_its_health_where_its_tokens_do_not_show_it
         assert [type(heard.get_nowait()) for _ in range(3)] == [EngineAsked, EngineLooked, AnswerBroke]
     assert api.looks == looks
     looking.cancel()
+
+
+async def test_a_stream_that_does_not_end_behind_its_last_token_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_api, "_END_S", 0.0)
+    silent = SimpleNamespace(content=SimpleNamespace(readany=asyncio.Event().wait))
+    await within(engine_api._ended(cast("Any", silent)), "the stream is left")

@@ -308,15 +308,20 @@ class AdapterState:
     def first(self, request: AdaptedRequest, token: SampledToken) -> None:
         """Its first new token is there, and perhaps others: its prompt is computed."""
         sequence = request.sequence
-        told = msgspec.structs.replace(self.prefilled(request, token), decodes=not sequence.finish_reason)
+        told = self.prefilled(request, token, decodes=not sequence.finish_reason)
         sequence.result_ns = sequence.ready_ns = sequence.started_ns = self.now_ns
         sequence.ready_wall_ns = self.wall_ns
         self.out.append(Report(told))
 
     def prefilled(
-        self, request: AdaptedRequest, token: SampledToken, engine_kv: EngineKv | None = None
+        self,
+        request: AdaptedRequest,
+        token: SampledToken,
+        engine_kv: EngineKv | None = None,
+        *,
+        decodes: bool = False,
     ) -> PrefillFinished:
-        """Sets the request's result. The prompt is computed, and `token` drawn."""
+        """Sets the request's result. The prompt is computed, and `token` drawn; the answer may go on here."""
         order, sequence = request.order, request.sequence
         asked_ns = self.now_ns if request.asked_ns is None else request.asked_ns
         began_ns = min(self.now_ns, max(asked_ns, self.first_ns))
@@ -348,6 +353,7 @@ class AdapterState:
             cached_local_tokens=cached,
             # A prompt that nobody had to compute tells nothing of the time that they take.
             prompt_tokens=0 if sequence.replay_is_all else len(sequence.prompt) + len(sequence.replay),
+            decodes=decodes,
         )
 
     def _pace(self, request: AdaptedRequest, tokens: int, *, first: bool) -> None:

@@ -179,7 +179,7 @@ def _lower_bounds(
         cached = (coming if coming > blocks else blocks) * index.block_tokens
         bound_ns = queue_ns + worker.cost.prefill_ns(tokens, cached)
         if bound_ns <= limit_ns:
-            lacking = blocks - max(held.get(worker.node_id, 0), coming) if rate.part else 0
+            lacking = blocks - max(held.get(worker.node_id, 0), coming)
             if lacking > 0:
                 bound_ns += copies_ns(rate, worker.cost, index.block_tokens, lacking)
             bound = bound_ns, 0, orders, place

@@ -47,8 +47,9 @@ def candidate_of(
     held = match.dram.get(worker.node_id, 0)
     coming = coming_blocks(state, match).get(worker.worker_id, 0)
     local = min(max(held, coming), limit)
-    lacking = min(match.longest, limit) - local
-    copies = copies_ns(copies_rate(state), worker.cost, worker.block_tokens, lacking) if lacking > 0 else 0
+    copies = copies_ns(
+        copies_rate(state), worker.cost, worker.block_tokens, min(match.longest, limit) - local
+    )
     cached, transfer, source, sharing, ssd = local, 0, "", 1, False
     prefill = worker.cost.prefill_ns(tokens, local * worker.block_tokens)
     ttft = queue + prefill

@@ -124,12 +124,11 @@ class LoadIndex(Generic[Row]):
         place = self._places.get(worker.worker_id)
         if place is None:
             return
-        if (duty := worker.prompts) is not None:
-            before, prompts = self._prompts[place], len(duty.orders)
-            if prompts != before:
-                self.prompts += prompts - before
-                self.busy += (prompts > 0) - (before > 0)
-                self._prompts[place] = prompts
+        before, prompts = self._prompts[place], _prompts(worker)
+        if prompts != before:
+            self.prompts += prompts - before
+            self.busy += (prompts > 0) - (before > 0)
+            self._prompts[place] = prompts
         load, row = self.rows[place][0], self._row(worker)
         self.rows[place] = row
         if row[0] != load:
