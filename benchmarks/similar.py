@@ -37,11 +37,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from clusters import finish, parsed, parser, spread
 
-from halfmoon.schemas.similar import resemblance_percent, sketch_of
+from halfmoon.schemas.similar import resemblance_percent
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import load_model
 from halfmoon.workers.model.similar.matching import Matching, match_runs
 from halfmoon.workers.model.similar.selective import Schedule, SelectivePrefill
+from halfmoon.workers.model.similar.sketches import sketch_of
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 Tensor = torch.Tensor

@@ -10,36 +10,20 @@ Source: Broder, On the resemblance of documents (1997); Li, Owen, Zhang, One Per
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isqrt
 from typing import Annotated
 
-import numpy as np
 from msgspec import Meta
 
 from halfmoon.schemas.keys import chain_keys_packed
 from halfmoon.schemas.types import KEY_BYTES, BlockKeys, Blocks, Id, Part, Tokens
 
-#: Tokens of a shingle: fewer and unrelated texts share some; more and every edit costs many.
-SHINGLE_TOKENS = 4
 SAMPLES = 64
 _SAMPLE_BYTES = 4
 #: The mean over 30 layers of `halfmoon.workers.model.similar.selective.Schedule`, where a reference has all tokens.
 _COMPUTED_PERCENT = 16
 #: Of a sample that no shingle fell into.
-_NONE = 0xFFFF_FFFF
-#: Odd, with bits all over: one for each token of a shingle, then for the end.
-_MIXERS = tuple(
-    np.uint64(one)
-    for one in (
-        0x9E37_79B9_7F4A_7C15,
-        0xC2B2_AE3D_27D4_EB4F,
-        0x1656_67B1_9E37_79F9,
-        0x2748_F5A1_27B3_C0D3,
-        0xD6E8_FEB8_6659_FD93,
-    )
-)
-_SHIFT, _HALF = np.uint64(29), np.uint64(32)
+NO_SAMPLE = 0xFFFF_FFFF
 
 #: `SAMPLES` samples of four bytes; b"": none was made.
 Sketch = Annotated[
@@ -154,29 +138,12 @@ def named_document(root_key: bytes, prompt: bytes, document: bytes) -> NamedDocu
     return None
 
 
-def sketch_of(root_key: bytes, token_ids: Sequence[int] | np.ndarray) -> bytes:
-    """The sketch of a prompt under a root key; b"" for a prompt shorter than a shingle."""
-    ids = np.asarray(token_ids, dtype=np.uint64)
-    count = len(ids) - SHINGLE_TOKENS + 1
-    if count < 1:
-        return b""
-    hashes = np.full(count, int.from_bytes(root_key[:8], "little"), dtype=np.uint64)
-    for place in range(SHINGLE_TOKENS):
-        hashes ^= ids[place : place + count] + np.uint64(1)
-        hashes *= _MIXERS[place]
-        hashes ^= hashes >> _SHIFT
-    hashes *= _MIXERS[-1]
-    samples = np.full(SAMPLES, _NONE, dtype="<u4")
-    np.minimum.at(samples, (hashes % np.uint64(SAMPLES)).astype(np.int64), (hashes >> _HALF).astype("<u4"))
-    return samples.tobytes()
-
-
 def resemblance_percent(sketch: bytes, other: bytes) -> int:
     """Samples that both have, of those that either has; 0 where one of the two is no sketch."""
     if not len(sketch) == len(other) == SAMPLES * _SAMPLE_BYTES:
         return 0
     pairs = zip(memoryview(sketch).cast("I"), memoryview(other).cast("I"), strict=True)
-    found = [one == two for one, two in pairs if not one == two == _NONE]
+    found = [one == two for one, two in pairs if not one == two == NO_SAMPLE]
     return 100 * sum(found) // len(found) if found else 0
 
 

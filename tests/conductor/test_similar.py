@@ -41,14 +41,13 @@ from halfmoon.schemas.events import (
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.similar import (
-    SHINGLE_TOKENS,
     NamedDocument,
     SimilarReuse,
     bands_of,
     named_document,
     resemblance_percent,
-    sketch_of,
 )
+from halfmoon.workers.model.similar.sketches import SHINGLE_TOKENS, sketch_of
 
 ROOT = b"r" * 16
 FAST = Layout(**{name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | {"numerics": "fast"})

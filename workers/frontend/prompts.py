@@ -25,11 +25,12 @@ from halfmoon.schemas.api.requests import (
 from halfmoon.schemas.keys import chain_keys_packed, pack_decoded, root_key
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.sampling import scored_tokens_max
-from halfmoon.schemas.similar import NamedDocument, named_document, sketch_of
+from halfmoon.schemas.similar import NamedDocument, named_document
 from halfmoon.schemas.status import ConductorStatus
 from halfmoon.schemas.tokens import carried_tokens
 from halfmoon.workers.frontend.config import FrontendConfig, names
 from halfmoon.workers.frontend.tenants import ALL_TENANTS
+from halfmoon.workers.model.similar.sketches import sketch_of
 from halfmoon.workers.model.text.control_text import decode_all
 from halfmoon.workers.model.text.tokenizer import (
     ChatTemplateError,
