@@ -13,6 +13,8 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from struct import error as struct_error
+from struct import unpack
 
 import xxhash
 
@@ -62,8 +64,12 @@ def chain_keys_packed(root: bytes, packed: bytes, block_tokens: int) -> bytes:
 
 def split_keys(keys: bytes) -> list[bytes]:
     """Concatenated keys, one by one. Raises ValueError when the length is no multiple of 16."""
-    check_whole_keys(keys)
-    return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+    # In half the time of a slice for each.
+    try:
+        return list(unpack(f"{KEY_BYTES}s" * (len(keys) // KEY_BYTES), keys))
+    except struct_error:
+        check_whole_keys(keys)
+        raise
 
 
 def common_blocks(one: bytes, other: bytes) -> int:
@@ -78,6 +84,13 @@ def common_blocks(one: bytes, other: bytes) -> int:
         else:
             high = middle - 1
     return low
+
+
+def share_block(one: bytes, other: bytes, place: int) -> bool:
+    """True where two prompts have the block at `place`, and so all before it, in common."""
+    key = one[place * KEY_BYTES : (place + 1) * KEY_BYTES]
+    # Keys are chained, so one says it. A prompt without that block has b"" there.
+    return key != b"" and key == other[place * KEY_BYTES : (place + 1) * KEY_BYTES]
 
 
 def join_keys(keys: Sequence[bytes]) -> bytes:

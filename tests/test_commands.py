@@ -66,7 +66,13 @@ def test_status_imports_what_talking_needs() -> None:
         "halfmoon.cli.run_file", "halfmoon.cli.status",
     }  # fmt: skip
     assert len(found) <= STATUS_MODULES_MAX, sorted(found)
-    assert "tqdm" in imported_by("simulate", "--help")  # it is seen where it is needed
+    found = imported_by("simulate", "--help")
+    assert "tqdm" in found  # it is seen where it is needed
+    assert "halfmoon.conductor.core.machine" in found
+    # The core computes no array: whoever runs it alone starts without numpy.
+    assert "numpy" not in found
+    program = "import sys, halfmoon.cli.processes.conductor; assert 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.slow

@@ -100,8 +100,8 @@ def give_order(state: State, request: Request, placement: Placement, out: StepOu
     )
     price_prompt(state, order, prefill)
     passed = [] if prefill.coming_blocks else passed_by(state, order)
-    saved_ns = sum(state.orders[order_id].prefill.reserved_ns for order_id in passed)
-    if saved_ns:
+    if passed:
+        saved_ns = sum(state.orders[order_id].prefill.reserved_ns for order_id in passed)
         order.prefill.end_ns -= saved_ns
         order.predicted = msgspec.structs.replace(
             predicted, queue_ns=predicted.queue_ns - saved_ns, ttft_ns=predicted.ttft_ns - saved_ns
@@ -226,11 +226,13 @@ def passed_by(state: State, order: Order) -> list[str]:
     many durations. None is passed that the worker prepares already, and none beyond its objective. A prompt of several
     workers passes none and is passed by none: their parts have their turns in one order everywhere.
     """
-    durations = state.policy.passing_durations if rules_of(state).passes else 0
     duty = state.workers[order.prefill_id].prompts
     assert duty is not None, order
     passed: list[str] = []
-    if not durations or order.mixed or order.prefill.stages:
+    if len(duty.orders) <= NEVER_PASSED or order.mixed or order.prefill.stages:
+        return passed
+    durations = state.policy.passing_durations if rules_of(state).passes else 0
+    if not durations:
         return passed
     last_ns = order.placed_ns + durations * order.prefill.reserved_ns
     for order_id, _ in zip(reversed(duty.orders), range(len(duty.orders) - NEVER_PASSED), strict=False):

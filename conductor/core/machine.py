@@ -133,7 +133,8 @@ class Core:
         Raises PolicyMissing for a policy of another package that is not here: this core can go no further.
         """
         assert stamped.seq > self.seq, ("the log ran backwards", stamped.seq, self.seq)
-        if isinstance(stamped.event, ClusterConfigured):
+        kind = type(stamped.event)
+        if kind is ClusterConfigured:
             # Another log begins. Nothing of an earlier one may decide in it: a replay begins here, and would differ.
             self.state = State(index=BlockIndex())
         state = self.state
@@ -143,12 +144,12 @@ class Core:
         state.at_ns = max(state.at_ns, at_ns)
         state.orders_now = 0
         # A silent log proves nothing of its members, but one with nothing but timers does: see `bridge_silence`.
-        state.timers_in_row = state.timers_in_row + 1 if isinstance(stamped.event, TimerFired) else 0
+        state.timers_in_row = state.timers_in_row + 1 if kind is TimerFired else 0
         out = StepOutput(self.explain_requests)
         _apply(state, stamped.event, out)
         if state.orders_now:
             moves.keep_planning(state, out)
-        if isinstance(stamped.event, _SHOWS_LOAD):
+        if kind in _SHOWS_LOAD:
             roles.keep_looking(state, out)
         self.notes, self.move_notes, self.role_notes = out.notes, out.moves, out.roles
         if self.checked:
@@ -215,9 +216,8 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
                 orders.accept_or_reject(state, event, out)
             elif event.answer_lost and event.request_id in state.finished:
                 orders.accept_again(state, event, out)
-        case RequestCancelled():
-            if event.request_id in state.requests:
-                orders.cancel(state, state.requests[event.request_id], out)
+        case BlocksStored() | BlocksEvicted() | TierLost() | StoreInventory():
+            membership.blocks_reported(state, event)
         case (
             PrefillFinished()
             | RequestFinished()
@@ -232,8 +232,9 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
             order_events.apply(state, event, out)
         case WorkerHeartbeat():
             _worker_heartbeat(state, event, out)
-        case BlocksStored() | BlocksEvicted() | TierLost() | StoreInventory():
-            membership.blocks_reported(state, event)
+        case RequestCancelled():
+            if event.request_id in state.requests:
+                orders.cancel(state, state.requests[event.request_id], out)
         case StoreHeartbeat():
             membership.store_heartbeat(state, event, out)
         case WorkerJoined():
@@ -271,7 +272,7 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
             pass
         case _:
             assert_never(event)
-    if isinstance(event, _MAY_END_AN_ORDER):
+    if type(event) in _MAY_END_AN_ORDER:
         orders.place_borrowers(state, out)
 
 

@@ -86,12 +86,10 @@ def _open_order(state: State, event: OrderEvent) -> Order | None:
     if order is None or order.request_id != event.request_id:
         return None
     match event:
-        case PrefillFinished() if not order.decode_id:
-            is_its = False  # the end of its request is what counts, and comes first
         case PrefillFinished() | PrefillFailed():
             is_its = event.worker_id == order.prefill_id and order.phase == "prefill"
-        case StageFinished():
-            is_its = event.worker_id in order.prefill.staged
+            if not order.decode_id and isinstance(event, PrefillFinished):
+                is_its = False  # the end of its request is what counts, and comes first
         case (
             RequestFinished()
             | DecodeStarted()
@@ -101,6 +99,8 @@ def _open_order(state: State, event: OrderEvent) -> Order | None:
             | KvMoveRefused()
         ):
             is_its = event.worker_id == order.answerer_id
+        case StageFinished():
+            is_its = event.worker_id in order.prefill.staged
         case _:
             assert_never(event)
     return order if is_its else None

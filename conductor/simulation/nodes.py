@@ -31,8 +31,7 @@ class BlockCache:
     def resize(self, slots: int) -> None:
         """Set another size; blocks that no longer fit are evicted."""
         self.slots = slots
-        while len(self) > slots and self.held < len(self):
-            self._evict()
+        self._evict(min(len(self) - slots, len(self) - self.held))
 
     def run(self, keys: Sequence[bytes]) -> int:
         """The number of `keys`, from the first, that are here without a gap."""
@@ -44,24 +43,25 @@ class BlockCache:
 
     def hold(self, keys: Sequence[bytes]) -> list[bytes]:
         """Keep those of `keys` that are here until `release`; returns them."""
-        blocks, here = self._blocks, []
-        for key in keys:
-            holders = blocks.get(key)
-            if holders is not None:
-                blocks[key] = holders + 1
-                self.held += not holders
-                here.append(key)
+        blocks = self._blocks
+        here = [key for key in keys if key in blocks]
+        for key in here:
+            holders = blocks[key]
+            if not holders:
+                self.held += 1
+            blocks[key] = holders + 1
         return here
 
     def release(self, keys: Sequence[bytes]) -> None:
         """Let go of `keys`. A block without holders is idle, as if used now, the last of a chain first."""
-        blocks, used = self._blocks, self._blocks.move_to_end
+        blocks, used, idle = self._blocks, self._blocks.move_to_end, 0
         for key in reversed(keys):
             holders = blocks[key] - 1
             blocks[key] = holders
             if not holders:
                 used(key)
-                self.held -= 1
+                idle += 1
+        self.held -= idle
 
     def commit(self, keys: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
         """Make blocks readable, held once for the caller; blocks without room are left out. (Added, evicted)."""
@@ -74,7 +74,7 @@ class BlockCache:
             if free > 0:
                 free -= 1
             elif self.held < len(blocks):
-                evicted.append(self._evict())
+                evicted += self._evict(1)
             else:
                 break
             blocks[key] = 1
@@ -82,14 +82,35 @@ class BlockCache:
             added.append(key)
         return added, evicted
 
-    def _evict(self) -> bytes:
-        """The block that goes; there is one that nobody holds."""
-        while True:
-            key, holders = self._blocks.popitem(last=False)
-            if not holders:
-                return key
-            # Its place says nothing until it is released.
-            self._blocks[key] = holders
+    def commit_released(
+        self, keys: Sequence[bytes], held: Sequence[bytes]
+    ) -> tuple[list[bytes], list[bytes]]:
+        """`commit`, and `release` of what the caller holds then: `held`, some of `keys`, and what was added."""
+        blocks = self._blocks
+        absent = [key for key in keys if key not in blocks]
+        lacking = len(absent) - (self.slots - len(blocks))
+        # Mostly a prompt's first blocks are held and there is room for the others, which nobody holds in the end.
+        if keys[len(held) :] == absent and lacking <= len(blocks) - self.held:
+            evicted = self._evict(lacking)
+            blocks.update(dict.fromkeys(reversed(absent), 0))
+            self.release(held)
+            return absent, evicted
+        added, evicted = self.commit(keys)
+        ours = dict.fromkeys([*held, *added])
+        self.release([key for key in keys if key in ours])
+        return added, evicted
+
+    def _evict(self, count: int) -> list[bytes]:
+        """The blocks that go, of which nobody may hold so many."""
+        blocks, evicted = self._blocks, list[bytes]()
+        while len(evicted) < count:
+            key, holders = blocks.popitem(False)
+            if holders:
+                # Its place says nothing until it is released.
+                blocks[key] = holders
+            else:
+                evicted.append(key)
+        return evicted
 
 
 class Node:
@@ -105,10 +126,8 @@ class Node:
 
     def commit(self, keys: Sequence[bytes], held: Sequence[bytes]) -> None:
         """Make the blocks of a prompt readable, and release those that its order holds (`held`)."""
-        added, evicted = self.pool.commit(keys)
+        added, evicted = self.pool.commit_released(keys, held)
         if evicted:
             self._say(BlocksEvicted(node_id=self.node_id, incarnation="i1", block_keys=b"".join(evicted)))
         if added:
             self._say(BlocksStored(node_id=self.node_id, incarnation="i1", block_keys=b"".join(added)))
-        ours = dict.fromkeys([*held, *added])
-        self.pool.release([key for key in keys if key in ours])

@@ -10,7 +10,7 @@ from halfmoon.conductor.simulation.context import SimulationContext
 from halfmoon.conductor.simulation.network import Transfer
 from halfmoon.conductor.simulation.nodes import Node
 from halfmoon.schemas.decisions import Fetch
-from halfmoon.schemas.keys import common_blocks, join_keys
+from halfmoon.schemas.keys import join_keys, share_block
 
 
 class PromptBlocks:
@@ -57,7 +57,7 @@ class PromptBlocks:
     def brings_for(self, other: PromptBlocks, prompt_tokens: int) -> bool:
         """Whether it fetches, or is to compute, blocks that `other`, a prompt of so many tokens behind it, can use."""
         usable = (prompt_tokens - 1) // self._context.block_tokens
-        return min(usable, common_blocks(self.joined_keys, other.joined_keys)) > self.local
+        return usable > self.local and share_block(self.joined_keys, other.joined_keys, self.local)
 
     def prepare(
         self,
@@ -70,9 +70,8 @@ class PromptBlocks:
         """Hold what is here, and fetch what the order says and its holder still has; then the callbacks are called."""
         usable = (prompt_tokens - 1) // self._context.block_tokens  # one token is always computed
         self._held = self._node.pool.hold(self.keys)
-        here = dict.fromkeys(self._held)
-        for key in islice(self.keys, usable):
-            if key not in here:
+        for key, held in zip(islice(self.keys, usable), self._held, strict=False):
+            if key != held:
                 break
             self.local += 1
         for ordered in fetches:

@@ -161,6 +161,10 @@ def _row(line: bytes, name: str, number: int) -> _Row:
             raise TraceInvalid(
                 f"{name}:{number}: hash_ids names {len(row.hash_ids)} blocks, {row.input_length} tokens are {needed}"
             )
+        if len(set(row.hash_ids)) < needed:
+            raise TraceInvalid(
+                f"{name}:{number}: hash_ids names a block twice: an id is of a block and all before it"
+            )
         if min(row.hash_ids) < 0 or max(row.hash_ids) >= 2**63:
             raise TraceInvalid(f"{name}:{number}: hash_ids: ids are integers from 0 to 2^63 - 1")
     return row

@@ -62,10 +62,10 @@ from halfmoon.schemas.events import (
     WorkerJoined,
     WorkerLeft,
 )
+from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, WorkerRole
-from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.token_budget import iteration_ns_of
 
 #: Of every process, where costs are the profile's and predictions are not corrected.
@@ -380,9 +380,7 @@ class World:
         """Keys of the prompt's whole blocks."""
         found = self._keys.get(request_id)
         if found is None:
-            block_keys = self._arrivals[request_id].block_keys
-            found = [block_keys[at : at + KEY_BYTES] for at in range(0, len(block_keys), KEY_BYTES)]
-            self._keys[request_id] = found
+            found = self._keys[request_id] = split_keys(self._arrivals[request_id].block_keys)
         return found
 
     def ended(self, request_id: str, end: str) -> None:

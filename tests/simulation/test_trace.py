@@ -89,6 +89,7 @@ def test_compressed_traces_are_read(tmp_path: Path) -> None:
         ([GOOD.replace(b"1025", b'"x"')], r"t\.jsonl:1: .*input_length"),
         ([GOOD.replace(b"[3, 4, 5]", b"[3, 4]")], r"t\.jsonl:1: hash_ids names 2 blocks, 1025 tokens are 3"),
         ([GOOD.replace(b"[3, 4", b"[-3, 4")], r"t\.jsonl:1: hash_ids"),
+        ([GOOD, GOOD.replace(b"[3, 4, 5]", b"[3, 5, 3]")], r"t\.jsonl:2: hash_ids names a block twice"),
         ([GOOD.replace(b'"timestamp": 5', b'"timestamp": -5')], r"t\.jsonl:1: timestamp -5"),
         ([b"\xff\xfe\n"], r"t\.jsonl:1: "),
         ([], r"holds no request"),

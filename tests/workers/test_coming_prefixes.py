@@ -8,7 +8,7 @@ import pytest
 from prefill_script import FIRST, KEYS, OTHER_KEYS, Script, open_push, open_put, prompt, reply
 
 from halfmoon.schemas.decisions import Fetch
-from halfmoon.schemas.keys import common_blocks
+from halfmoon.schemas.keys import common_blocks, share_block
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.machines import OrderCancelled, TokensTaken
@@ -118,4 +118,6 @@ def test_blocks_in_common_are_counted_from_the_first() -> None:
         one = b"".join(chain)
         other = b"".join([*chain[:common], *(b"x" * KEY_BYTES for _ in range(3))])
         assert common_blocks(one, other) == common_blocks(other, one) == common
+        shared = [share_block(one, other, place) for place in range(len(chain) + 1)]
+        assert shared == [place < common for place in range(len(chain) + 1)]
     assert common_blocks(b"", KEYS) == 0

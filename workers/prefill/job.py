@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from halfmoon.schemas.decisions import StartPrefill
-from halfmoon.schemas.keys import common_blocks, token_array
+from halfmoon.schemas.keys import share_block, token_array
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.similar import SimilarReuse
@@ -240,7 +240,7 @@ class Job:
         """Whether it is to compute, or fetches, blocks that `other`, behind it, can use."""
         keys = shared_keys(self.order, self.reply), shared_keys(other.order, other.reply)
         present = self.cached_blocks if self.fetching else self.prefix_blocks
-        return min(common_blocks(*keys), other.usable_blocks) > present
+        return other.usable_blocks > present and share_block(*keys, present)
 
     def reserve(self, at_ns: int, out: Actions) -> None:
         """Its slots. Which blocks are present is seen now, and not again."""

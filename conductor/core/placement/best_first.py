@@ -98,15 +98,16 @@ def earliest_first_token(
     if index.rows[first].orders < policy.queued_max_per_worker:
         best = candidate_of(state, index.workers[first], tokens, match, now_ns)
         rank = _rank(best, first)
-    # A worker with more queued than this cannot be earlier, even at the least cost of any worker.
-    most = max(match.coming.values(), default=0) * index.block_tokens
-    cached = max(blocks * index.block_tokens, min(most, tokens))
-    queue_max_ns = rank[0] - index.least.prefill_ns(tokens, cached)
-    # Sorted by load, so this is a slice: the work is of the workers with short queues, not of the whole cluster.
-    bounded = dict.fromkeys(likely)
-    places = [place for _, place in index.up_to(now_ns + queue_max_ns) if place not in bounded]
-    if places:
-        bounds += _lower_bounds(state, match, tokens, blocks, now_ns, places, rank)
+    if len(likely) < len(index.rows):
+        # A worker with more queued than this cannot be earlier, even at the least cost of any worker.
+        most = max(match.coming.values(), default=0) * index.block_tokens
+        cached = max(blocks * index.block_tokens, min(most, tokens))
+        queue_max_ns = rank[0] - index.least.prefill_ns(tokens, cached)
+        # Sorted by load, so this is a slice: the work is of the workers with short queues, not of the whole cluster.
+        bounded = dict.fromkeys(likely)
+        places = [place for _, place in index.up_to(now_ns + queue_max_ns) if place not in bounded]
+        if places:
+            bounds += _lower_bounds(state, match, tokens, blocks, now_ns, places, rank)
     idle = _IdleBound(state, tokens, match, now_ns)
     for bound in sorted(bounds):
         if bound > rank:
@@ -139,6 +140,8 @@ def _rank(candidate: Candidate, place: int) -> Rank:
 def likely_places(index: LoadIndex[Row], match: PrefixMatch) -> list[int]:
     """Places of workers that mostly win or nearly so: the least loaded, and holders of the longest match."""
     places = [place for _, place in index.by_load[:FEW_WORKERS]]
+    if len(places) == len(index.rows):
+        return places
     if match.dram_runs and len(match.dram_runs[0][1]) <= FEW_NODES:
         for node_id in match.dram_runs[0][1]:
             places += index.on_node.get(node_id, ())
@@ -160,9 +163,9 @@ def _lower_bounds(
     No first token comes before the queue is done, and all behind the longest match of `blocks`, or behind what comes
     at the worker, is computed; the price of copies comes on top. The transfer is taken to be free.
     """
-    index, held, rate = state.loads.prefill, match.dram, copies_rate(state)
+    index, held = state.loads.prefill, match.dram
     rows, limit_ns, found = index.rows, rank[0], []
-    here = coming_blocks(state, match)
+    here, rate = coming_blocks(state, match), None
     # At the least cost of any worker: mostly that is enough to pass over one with a long queue.
     least_ns = index.least.prefill_ns(tokens, blocks * index.block_tokens)
     for place in places:
@@ -181,6 +184,7 @@ def _lower_bounds(
         if bound_ns <= limit_ns:
             lacking = blocks - max(held.get(worker.node_id, 0), coming)
             if lacking > 0:
+                rate = rate or copies_rate(state)
                 bound_ns += copies_ns(rate, worker.cost, index.block_tokens, lacking)
             bound = bound_ns, 0, orders, place
             if bound < rank:

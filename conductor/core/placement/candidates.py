@@ -47,9 +47,8 @@ def candidate_of(
     held = match.dram.get(worker.node_id, 0)
     coming = coming_blocks(state, match).get(worker.worker_id, 0)
     local = min(max(held, coming), limit)
-    copies = copies_ns(
-        copies_rate(state), worker.cost, worker.block_tokens, min(match.longest, limit) - local
-    )
+    copied = min(match.longest, limit) - local
+    copies = copies_ns(copies_rate(state), worker.cost, worker.block_tokens, copied) if copied > 0 else 0
     cached, transfer, source, sharing, ssd = local, 0, "", 1, False
     prefill = worker.cost.prefill_ns(tokens, local * worker.block_tokens)
     ttft = queue + prefill

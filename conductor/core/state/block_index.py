@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from itertools import accumulate, compress, repeat
 from operator import and_, or_
-from struct import pack, unpack
+from struct import pack
 
 import msgspec
 
+from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.types import KEY_BYTES
 
 #: The first chunk of a match, in blocks; each next one is twice as long.
@@ -72,7 +73,7 @@ class BlockIndex:
         bit = self._bits[node_id]
         masks = self._ssd if tier == "ssd" else self._dram
         get = masks.get
-        for key in keys_of(block_keys):
+        for key in split_keys(block_keys):
             mask = get(key)
             masks[key] = bit if mask is None else mask | bit
 
@@ -80,7 +81,7 @@ class BlockIndex:
         bit = self._bits[node_id]
         masks = self._ssd if tier == "ssd" else self._dram
         get = masks.get
-        for key in keys_of(block_keys):
+        for key in split_keys(block_keys):
             mask = get(key, 0)
             if mask == bit:
                 # A mask of nobody would keep the key for ever: blocks come and go by millions.
@@ -112,7 +113,7 @@ class BlockIndex:
         start, chunk = 0, CHUNK_BLOCKS
         while start < limit and mask:
             stop = min(start + chunk, limit)
-            keys = _keys(block_keys, start, stop)
+            keys = split_keys(block_keys[start * KEY_BYTES : stop * KEY_BYTES])
             masks = map(self._dram.get, keys, repeat(0))
             if self._ssd and not dram_only:
                 masks = map(or_, masks, map(self._ssd.get, keys, repeat(0)))
@@ -158,7 +159,9 @@ class BlockIndex:
         that are needed need not be the fewest.
         """
         left_out = sum(bit for node, bit in self._bits.items() if node in besides)
-        masks = [(self._dram.get(key, 0) | self._ssd.get(key, 0)) & ~left_out for key in keys_of(block_keys)]
+        masks = [
+            (self._dram.get(key, 0) | self._ssd.get(key, 0)) & ~left_out for key in split_keys(block_keys)
+        ]
         counts: dict[int, int] = {}
         for mask in masks:
             for bit in _bits_of(mask):
@@ -231,7 +234,7 @@ class BlockIndex:
             (image.ssd_keys, image.ssd_masks, index._ssd),
         ):
             width = image.mask_bytes
-            for place, key in enumerate(_keys(keys, 0, len(keys) // KEY_BYTES)):
+            for place, key in enumerate(split_keys(keys)):
                 masks[key] = int.from_bytes(packed[place * width : (place + 1) * width], "little")
         return index
 
@@ -259,16 +262,6 @@ def _clear(masks: dict[bytes, int], bit: int) -> None:
             del masks[key]
         else:
             masks[key] ^= bit
-
-
-def keys_of(block_keys: bytes) -> tuple[bytes, ...]:
-    """All keys, one by one."""
-    return _keys(block_keys, 0, len(block_keys) // KEY_BYTES)
-
-
-def _keys(block_keys: bytes, start: int, stop: int) -> tuple[bytes, ...]:
-    count = stop - start
-    return unpack(f"{KEY_BYTES}s" * count, block_keys[start * KEY_BYTES : stop * KEY_BYTES])
 
 
 def _mask_bytes(slots: int) -> int:

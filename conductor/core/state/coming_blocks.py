@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from halfmoon.conductor.core.state.records import Order, Request
-from halfmoon.schemas.keys import common_blocks
+from halfmoon.schemas.keys import common_blocks, share_block
 from halfmoon.schemas.types import KEY_BYTES, Blocks
 
 
@@ -53,9 +53,8 @@ class ComingBlocks:
         """By worker, how many blocks of a prompt from the first on it will have; workers with none are absent."""
         found: dict[str, Blocks] = {}
         for worker_id, coming in self._by_first.get(block_keys[:KEY_BYTES], {}).values():
-            # Many share their first blocks and no more, so one key says mostly that this one is no longer.
-            begin = found.get(worker_id, 0) * KEY_BYTES
-            next_key = coming[begin : begin + KEY_BYTES]
-            if next_key and next_key == block_keys[begin : begin + KEY_BYTES]:
+            known = found.setdefault(worker_id, 1)
+            # Many share their first block and no more, so the next one says mostly that this prompt brings no others.
+            if share_block(block_keys, coming, known):
                 found[worker_id] = common_blocks(block_keys, coming)
         return found

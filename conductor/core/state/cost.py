@@ -64,26 +64,33 @@ def _first_fit(coefficients: tuple[float, float, float], typical: tuple[float, f
 
 def _observe(fit: Fit, features: tuple[float, float, float], seen_ns: int) -> bool:
     """Learn from one measurement; False (and nothing learned) when it, or the fit with it, makes no sense."""
-    x = [f * s for f, s in zip(features, fit.scale, strict=True)]
-    w, p = fit.weights, fit.covariance
-    predicted = x[0] * w[0] + x[1] * w[1] + x[2] * w[2]
+    # Written out: each prefill and each heartbeat of a decode worker teaches, and loops take twice as long.
+    (f0, f1, f2), (s0, s1, s2), (w0, w1, w2) = features, fit.scale, fit.weights
+    x0, x1, x2 = f0 * s0, f1 * s1, f2 * s2
+    predicted = x0 * w0 + x1 * w1 + x2 * w2
     seen = float(seen_ns)
     if seen <= 0.0:
         return False
     if predicted > 0.0:
         seen = min(max(seen, predicted / OUTLIER), predicted * OUTLIER)
-    px = [p[3 * i] * x[0] + p[3 * i + 1] * x[1] + p[3 * i + 2] * x[2] for i in range(3)]
-    spread = (NOISE * seen) * (NOISE * seen) + x[0] * px[0] + x[1] * px[1] + x[2] * px[2]
+    p00, p01, p02, _, p11, p12, _, _, p22 = fit.covariance
+    px0 = p00 * x0 + p01 * x1 + p02 * x2
+    px1 = p01 * x0 + p11 * x1 + p12 * x2
+    px2 = p02 * x0 + p12 * x1 + p22 * x2
+    spread = (NOISE * seen) * (NOISE * seen) + x0 * px0 + x1 * px1 + x2 * px2
     error = seen - predicted
-    weights = [max(0.0, w[i] + px[i] / spread * error) for i in range(3)]
-    covariance = [p[3 * i + j] - px[i] * px[j] / spread for i in range(3) for j in range(3)]
-    for i in range(3):
-        if not (0.0 <= weights[i] < 1e6 and 0.0 <= covariance[4 * i] < 1e6):
-            # False for NaN too.
-            return False
-        if covariance[4 * i] < 1.0:
-            covariance[4 * i] += DRIFT
-    fit.weights, fit.covariance = weights, covariance
+    weights = [
+        max(0.0, w0 + px0 / spread * error),
+        max(0.0, w1 + px1 / spread * error),
+        max(0.0, w2 + px2 / spread * error),
+    ]
+    variances = p00 - px0 * px0 / spread, p11 - px1 * px1 / spread, p22 - px2 * px2 / spread
+    for known in (*weights, *variances):
+        if not 0.0 <= known < 1e6:
+            return False  # for NaN too
+    p00, p11, p22 = [one + DRIFT if one < 1.0 else one for one in variances]
+    p01, p02, p12 = p01 - px0 * px1 / spread, p02 - px0 * px2 / spread, p12 - px1 * px2 / spread
+    fit.weights, fit.covariance = weights, [p00, p01, p02, p01, p11, p12, p02, p12, p22]
     return True
 
 
