@@ -42,8 +42,8 @@ from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import load_model
 from halfmoon.workers.model.similar.matching import Matching, match_runs
 from halfmoon.workers.model.similar.selective import Schedule, SelectivePrefill
-from halfmoon.workers.model.similar.sketches import sketch_of
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from halfmoon.workers.sketches import sketch_of
 
 Tensor = torch.Tensor
 Kv = list[tuple[Tensor, Tensor]]

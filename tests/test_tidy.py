@@ -138,6 +138,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "workers.batch_former": {"schemas", "workers.token_budget"},
     "workers.token_budget": {"schemas"},
+    "workers.sketches": {"schemas"},
     "workers.model.loading": set(),
     "workers.model.text": {"workers.model.loading"},
     "workers.model": {"workers.model.loading"},
@@ -149,6 +150,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "schemas.api",
         "workers.model",
         "workers.model.text",
+        "workers.sketches",
     },
     "workers": {
         "bus",

@@ -216,8 +216,9 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
                 orders.accept_or_reject(state, event, out)
             elif event.answer_lost and event.request_id in state.finished:
                 orders.accept_again(state, event, out)
-        case BlocksStored() | BlocksEvicted() | TierLost() | StoreInventory():
-            membership.blocks_reported(state, event)
+        case RequestCancelled():
+            if event.request_id in state.requests:
+                orders.cancel(state, state.requests[event.request_id], out)
         case (
             PrefillFinished()
             | RequestFinished()
@@ -232,9 +233,8 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
             order_events.apply(state, event, out)
         case WorkerHeartbeat():
             _worker_heartbeat(state, event, out)
-        case RequestCancelled():
-            if event.request_id in state.requests:
-                orders.cancel(state, state.requests[event.request_id], out)
+        case BlocksStored() | BlocksEvicted() | TierLost() | StoreInventory():
+            membership.blocks_reported(state, event)
         case StoreHeartbeat():
             membership.store_heartbeat(state, event, out)
         case WorkerJoined():

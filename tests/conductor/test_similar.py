@@ -47,7 +47,7 @@ from halfmoon.schemas.similar import (
     named_document,
     resemblance_percent,
 )
-from halfmoon.workers.model.similar.sketches import SHINGLE_TOKENS, sketch_of
+from halfmoon.workers.sketches import SHINGLE_TOKENS, sketch_of
 
 ROOT = b"r" * 16
 FAST = Layout(**{name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | {"numerics": "fast"})

@@ -8,7 +8,7 @@ from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.decisions import Decision, StartDecode, StartPrefill
 from halfmoon.schemas.events import FrontendJoined
 from halfmoon.schemas.weights import PlacementsPaused, WeightsChanged
-from halfmoon.workers.model.similar.sketches import sketch_of
+from halfmoon.workers.sketches import sketch_of
 
 OLD, NEW = keys(10), keys(10, seed=2)
 

@@ -30,7 +30,6 @@ from halfmoon.schemas.status import ConductorStatus
 from halfmoon.schemas.tokens import carried_tokens
 from halfmoon.workers.frontend.config import FrontendConfig, names
 from halfmoon.workers.frontend.tenants import ALL_TENANTS
-from halfmoon.workers.model.similar.sketches import sketch_of
 from halfmoon.workers.model.text.control_text import decode_all
 from halfmoon.workers.model.text.tokenizer import (
     ChatTemplateError,
@@ -38,6 +37,7 @@ from halfmoon.workers.model.text.tokenizer import (
     TextNotEncoded,
     Tokenizer,
 )
+from halfmoon.workers.sketches import sketch_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.report import Objectives
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.schemas.similar import expected_reuse, resemblance_percent
-from halfmoon.workers.model.similar.sketches import sketch_of
+from halfmoon.workers.sketches import sketch_of
 
 TOKENS = (600, 1_000, 2_000, 5_000, 10_000)
 BLOCK_TOKENS = 256

@@ -58,8 +58,6 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
     prefills: list[Candidate] = []
     all_prefills: bool = False
     prefill_workers: int = 0
-    #: Its first token is its whole answer, and each prefill worker can give it: in pairs nobody decodes.
-    one_token: bool = False
     decodes: list[DecodeCandidate] = []
     all_decodes: bool = False
     #: No decode worker that could take it has a longer step.
@@ -77,6 +75,11 @@ class Costed(msgspec.Struct, kw_only=True, eq=False):
         """The key of its first block that no node has; b"": they have all its whole blocks."""
         start = self.match.longest * KEY_BYTES
         return self.request.block_keys[start : start + KEY_BYTES]
+
+    @property
+    def one_token(self) -> bool:
+        """Its first token is its whole answer, and each prefill worker can give it: in pairs nobody decodes."""
+        return bool(self.decodes) and self.decodes[0] is NOBODY
 
     def every_prefill(self) -> list[Candidate]:
         """Every prefill worker that could take it, by id."""
@@ -175,7 +178,7 @@ def cost_request(
         answer_tokens=answer_tokens,
     )
     if request.max_tokens == 1 and state.policy.one_token_prefills and state.loads.prefills_answer:
-        costed.decodes, costed.all_decodes, costed.one_token = [NOBODY], True, True
+        costed.decodes, costed.all_decodes = [NOBODY], True
     if avoid is None:
         _cost_for_choice(costed)
     else:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from operator import le
 from typing import Generic, NamedTuple, TypeVar
 
-from msgspec.structs import astuple
+import msgspec
 
 from halfmoon.conductor.core.state.cost import LINK_STALE_NS, Link
 from halfmoon.conductor.core.state.records import StoreRecord, WorkerRecord
@@ -111,13 +111,13 @@ class LoadIndex(Generic[Row]):
     def _bound_costs(self) -> None:
         """No worker's cost is below `least` or above `most` in any of its parts."""
         self.least = self.most = self.workers[0].cost if self.workers else CostProfile()
-        self._least = self._most = astuple(self.least)
+        self._least = self._most = msgspec.structs.astuple(self.least)
         self._changes = 0
         for worker in self.workers:
             self._include(worker.cost)
 
     def _include(self, cost: CostProfile) -> None:
-        own = astuple(cost)
+        own = msgspec.structs.astuple(cost)
         if not all(map(le, self._least, own)):
             self._least = tuple(map(min, self._least, own))
             self.least = CostProfile(*self._least)
