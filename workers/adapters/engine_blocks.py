@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from halfmoon.schemas.keys import chain_keys, pack_tokens, split_keys, unpack_tokens
+from halfmoon.schemas.keys import chain_keys_packed, pack_decoded, split_keys
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.adapters.kv_events import (
     BlockHash,
@@ -147,7 +147,7 @@ class EngineBlocks:
         if self.block_tokens % size:
             raise BlockSizeInvalid(f"{self.block_tokens} tokens are no multiple of the engine's {size}")
         self.engine_block_tokens = size
-        packed = pack_tokens(event.token_ids)
+        packed = pack_decoded(event.token_ids)
         parent = event.parent_block_hash
         for number, name in enumerate(event.block_hashes):
             tokens = packed[4 * size * number : 4 * size * (number + 1)]
@@ -225,8 +225,8 @@ class EngineBlocks:
         if row is None:
             return
         if not block.key:
-            ids = unpack_tokens(b"".join(one.tokens for one in row))
-            block.key = chain_keys(row[0].head, ids, self.block_tokens)
+            tokens = b"".join([one.tokens for one in row])
+            block.key = chain_keys_packed(row[0].head, tokens, self.block_tokens)
         if not block.whole and all(one.copies for one in row):
             block.whole = True
             self._whole[block.key] = self._whole.get(block.key, 0) + 1

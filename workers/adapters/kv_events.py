@@ -8,6 +8,7 @@ Source: vLLM's `distributed/kv_events.py` and SGLang's `disaggregation/kv_events
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -72,8 +73,20 @@ class EventBatch(NamedTuple):
     at_s: float = 0.0
 
 
+class _Batch(msgspec.Struct, array_like=True):
+    at_s: Any
+    events: list[EngineEvent]
+
+
+_decoder = msgspec.msgpack.Decoder(_Batch)
+
+
 def read_batch(payload: bytes) -> EventBatch:
     """Never raises: a payload that is none counts as one malformed event."""
+    # Mostly all of it can be read, in a quarter of the time of one event after another.
+    with contextlib.suppress(msgspec.DecodeError, RecursionError, ValueError):
+        batch = _decoder.decode(payload)
+        return EventBatch(batch.events, 0, _time_of(batch.at_s))
     try:
         decoded = msgspec.msgpack.decode(payload)
     except (msgspec.DecodeError, RecursionError, ValueError):
