@@ -146,9 +146,14 @@ class Bus:
             raise
         await bus._publisher.start()
         await bus._requests.start()
-        if bus._limits.replicas:
-            bus._spawn(bus._keeper.keep())
         return bus
+
+    def keep_streams(self) -> None:
+        """Make deleted streams anew until it is closed, where it may make any. For a few processes of a cluster: each
+        look is a request to the server.
+        """
+        if self._limits.replicas:
+            self._spawn(self._keeper.keep())
 
     async def close(self, *, flush_s: float = 2.0) -> None:
         """Send pending messages, within `flush_s`, and close."""

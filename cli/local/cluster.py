@@ -124,6 +124,7 @@ class LocalCluster:
         self.bus = await Bus.connect(
             bus_config(self._as(subjects.SUPERVISOR)), name=subjects.SUPERVISOR, limits=stream_limits(args)
         )
+        self.bus.keep_streams()
         if self.log_server is not None:
             self.server_watcher = asyncio.create_task(self.log_server.run(self.bus))
         after = await self.bus.last_seq()

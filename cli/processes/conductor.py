@@ -35,6 +35,7 @@ async def run(args: argparse.Namespace) -> int:
     policy = policy_of(args)
     tracing = start_tracing(args, "conductor", args.id)
     bus = await connect(args, args.id)
+    bus.keep_streams()
     registry = process_registry(bus, role="conductor", process_id=args.id)
     figures: list[ConductorMetrics] = []
 

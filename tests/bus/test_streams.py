@@ -20,7 +20,9 @@ ORDER = CancelOrder(worker_id="w", order_id="o", request_id="r")
 
 
 async def connect(url: str, name: str = "c1", *, replicas: int = 1) -> Bus:
-    return await Bus.connect(BusConfig(url=url), name=name, limits=StreamLimits(replicas=replicas))
+    bus = await Bus.connect(BusConfig(url=url), name=name, limits=StreamLimits(replicas=replicas))
+    bus.keep_streams()
+    return bus
 
 
 async def until_there(bus: Bus, *streams: str) -> None:
@@ -47,23 +49,32 @@ async def test_deleted_streams_are_made_anew_and_the_log_counts_on(nats_url: str
     await bus.close()
 
 
-async def test_each_stream_is_looked_at_every_second_time(
+async def test_each_stream_is_looked_at_every_second_time_by_those_that_keep_them(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is asked costs the server as much as it costs us."""
     monkeypatch.setattr("halfmoon.bus.streams.KEEP_S", 0.05)
-    bus = await connect(nats_url)
-    asked: list[str] = []
-    info = bus._keeper._jetstream.info
+    asked: dict[str, list[str]] = {"keeps": [], "other": []}
 
-    async def counted(stream: str) -> StreamInfo:
-        asked.append(stream)
-        return await info(stream)
+    def counted(bus: Bus) -> None:
+        info = bus._keeper._jetstream.info
 
-    monkeypatch.setattr(bus._keeper._jetstream, "info", counted)
-    await eventually(lambda: len(asked) >= 8, "each is looked at twice")
-    assert sorted(asked[:4]) == sorted(asked[4:8]) == sorted(subjects.STREAMS)
+        async def count(stream: str) -> StreamInfo:
+            asked[bus.name].append(stream)
+            return await info(stream)
+
+        monkeypatch.setattr(bus._keeper._jetstream, "info", count)
+
+    other = await Bus.connect(BusConfig(url=nats_url), name="other")
+    counted(other)
+    bus = await connect(nats_url, "keeps")
+    counted(bus)
+    found = asked["keeps"]
+    await eventually(lambda: len(found) >= 8, "each is looked at twice")
+    assert sorted(found[:4]) == sorted(found[4:8]) == sorted(subjects.STREAMS)
+    assert not asked["other"]
     await bus.close()
+    await other.close()
 
 
 async def test_who_comes_new_knows_from_the_decisions_how_far_the_log_was(nats_url: str) -> None:
