@@ -226,13 +226,15 @@ class Load:
 
     async def run(self, requests: int, rate: float) -> float:
         """Seconds until the last of so many is answered."""
+        # Drawn before: the load shares its cores with what is measured.
+        bodies = [self._body(self._prompt()) for _ in range(requests)]
         started, asked = time.perf_counter(), []
-        for number in range(requests):
+        for number, (body, expected) in enumerate(bodies):
             due = started + number / rate
             if (wait_s := due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait_s)
             self.late_ms = max(self.late_ms, (time.perf_counter() - due) * 1e3)
-            asked.append(asyncio.create_task(self._one(self._prompt(), due)))
+            asked.append(asyncio.create_task(self._one(body, expected, due)))
             if number % 10 == 0:
                 await asyncio.sleep(0)  # also where the pace is missed
         await asyncio.gather(*asked)
@@ -242,10 +244,14 @@ class Load:
         (prefix,) = self._draw.choices(self._prefixes, cum_weights=self._popular)
         return [*prefix, *self._draw.choices(IDS, k=self._args.own_tokens)]
 
-    async def _one(self, prompt: list[int], due: float) -> None:
+    def _body(self, prompt: list[int]) -> tuple[bytes, list[int]]:
+        """The request, and what any engine answers."""
         body = {"prompt": prompt, "max_tokens": self._args.tokens, "temperature": 0}
+        return orjson.dumps(body), answer_of(prompt, self._args.tokens)
+
+    async def _one(self, body: bytes, expected: list[int], due: float) -> None:
         try:
-            reply = await self._nc.request(f"{subjects.API}.generate", orjson.dumps(body), timeout=ANSWER_S)
+            reply = await self._nc.request(f"{subjects.API}.generate", body, timeout=ANSWER_S)
         except (nats.errors.TimeoutError, nats.errors.NoRespondersError):
             self.counts["lost"] += 1
             return
@@ -257,7 +263,7 @@ class Load:
         self.answer_ms.append((time.perf_counter() - due) * 1e3)
         self.counts.update(
             answered=1,
-            wrong=answer["token_ids"] != answer_of(prompt, self._args.tokens),
+            wrong=answer["token_ids"] != expected,
             prompt_tokens=answer["usage"]["prompt_tokens"],
             cached_tokens=answer["usage"]["cached_tokens"],
         )
