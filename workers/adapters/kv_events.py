@@ -8,7 +8,6 @@ Source: vLLM's `distributed/kv_events.py` and SGLang's `disaggregation/kv_events
 
 from __future__ import annotations
 
-import contextlib
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -84,9 +83,15 @@ _decoder = msgspec.msgpack.Decoder(_Batch)
 def read_batch(payload: bytes) -> EventBatch:
     """Never raises: a payload that is none counts as one malformed event."""
     # Mostly all of it can be read, in a quarter of the time of one event after another.
-    with contextlib.suppress(msgspec.DecodeError, RecursionError, ValueError):
+    try:
         batch = _decoder.decode(payload)
-        return EventBatch(batch.events, 0, _time_of(batch.at_s))
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return _read_one_by_one(payload)
+    return EventBatch(batch.events, 0, _time_of(batch.at_s))
+
+
+def _read_one_by_one(payload: bytes) -> EventBatch:
+    """Of a payload with an event that cannot be read, the others; or of one in another form."""
     try:
         decoded = msgspec.msgpack.decode(payload)
     except (msgspec.DecodeError, RecursionError, ValueError):
