@@ -91,7 +91,7 @@ def read_batch(payload: bytes) -> EventBatch:
 
 
 def _read_one_by_one(payload: bytes) -> EventBatch:
-    """Of a payload with an event that cannot be read, the others; or of one in another form."""
+    """The events that can be read, where some cannot, or the payload has another form."""
     try:
         decoded = msgspec.msgpack.decode(payload)
     except (msgspec.DecodeError, RecursionError, ValueError):
