@@ -17,7 +17,7 @@ from struct import unpack
 
 import xxhash
 
-from halfmoon.schemas.types import KEY_BYTES
+from halfmoon.schemas.types import KEY_BYTES, check_whole_keys
 
 TOKEN_ID_MAX = 2**32 - 1
 
@@ -63,11 +63,9 @@ def chain_keys_packed(root: bytes, packed: bytes, block_tokens: int) -> bytes:
 
 def split_keys(keys: bytes) -> list[bytes]:
     """Concatenated keys, one by one. Raises ValueError when the length is no multiple of 16."""
-    count, rest = divmod(len(keys), KEY_BYTES)
-    if rest:
-        raise ValueError(f"block_keys: {len(keys)} bytes is no multiple of {KEY_BYTES}")
+    check_whole_keys(keys)
     # In half the time of a slice for each.
-    return list(unpack(f"{KEY_BYTES}s" * count, keys))
+    return list(unpack(f"{KEY_BYTES}s" * (len(keys) // KEY_BYTES), keys))
 
 
 def common_blocks(one: bytes, other: bytes) -> int:

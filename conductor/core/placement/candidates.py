@@ -126,9 +126,7 @@ def copies_rate(state: State) -> CopiesRate:
 
 
 def copies_ns(rate: CopiesRate, cost: CostProfile, block_tokens: int, blocks: int) -> int:
-    """Price of copies of `blocks` blocks at a worker of this cost."""
-    if blocks <= 0:
-        return 0
+    """Price of copies of `blocks` blocks, none or more, at a worker of this cost."""
     return blocks * (cost.prefill_per_token_ps * block_tokens // 1_000) * rate.part // rate.whole
 
 

@@ -59,8 +59,6 @@ class LoadIndex(Generic[Row]):
 
     __slots__ = (
         "_changes",
-        "_least",
-        "_most",
         "_places",
         "_prompts",
         "_row",
@@ -111,19 +109,16 @@ class LoadIndex(Generic[Row]):
     def _bound_costs(self) -> None:
         """No worker's cost is below `least` or above `most` in any of its parts."""
         self.least = self.most = self.workers[0].cost if self.workers else CostProfile()
-        self._least = self._most = msgspec.structs.astuple(self.least)
         self._changes = 0
         for worker in self.workers:
             self._include(worker.cost)
 
     def _include(self, cost: CostProfile) -> None:
-        own = msgspec.structs.astuple(cost)
-        if not all(map(le, self._least, own)):
-            self._least = tuple(map(min, self._least, own))
-            self.least = CostProfile(*self._least)
-        if not all(map(le, own, self._most)):
-            self._most = tuple(map(max, self._most, own))
-            self.most = CostProfile(*self._most)
+        least, own, most = map(msgspec.structs.astuple, (self.least, cost, self.most))
+        if not all(map(le, least, own)):
+            self.least = CostProfile(*map(min, least, own))
+        if not all(map(le, own, most)):
+            self.most = CostProfile(*map(max, most, own))
 
     def changed(self, worker: WorkerRecord) -> None:
         place = self._places.get(worker.worker_id)
