@@ -1,12 +1,13 @@
-"""Measures how fast blocks move, against what the machine can do in the same run: one memcpy, a plain blocking socket,
-the same under TLS, and Mooncake's store over TCP.
+"""Measures how fast blocks move, against what the machine can do in the same run: one memcpy, one between two pools'
+memory, a plain blocking socket, the same under TLS, and Mooncake's store over TCP.
 
 `python benchmarks/transfer.py [--json] [--rounds N] [--mooncake PYTHON]`. 64 MiB of block-layers (256 KiB each) between
 two processes, then single 4 KiB layers, for the latency. Every contender moves once a round, in turn, and
 ratios are medians of the rounds' ratios, so that what else the machine does hits all of them alike. A get of
 ours is a leased read, over TCP authenticated and verified; a write of ours goes into slots that its order has
 reserved; `client_get` copies nothing, it leases blocks where another process put them. CPU seconds are of both
-ends (of Mooncake without its master).
+ends (of Mooncake without its master). A memcpy of this size has huge pages, and shared memory has them where /dev/shm
+is mounted with them (`huge_pages_of_shm` in the result); `segment_copy` has the same pages as ours.
 
 Mooncake's store takes part when PYTHON (or $MOONCAKE_PYTHON, or the interpreter of this program) has its
 wheel:
@@ -30,6 +31,8 @@ from transfer_ends import (
     MooncakeGet,
     Ours,
     Plain,
+    SegmentCopy,
+    huge_pages_of_shm,
     python_with_mooncake,
 )
 from transfer_in_place import InPlace
@@ -39,6 +42,8 @@ Samples = list[tuple[float, float]]
 LINES = (
     ("shm_get", "memcpy", "speed", ">=", 0.9),
     ("shm_write", "memcpy", "speed", ">=", 0.9),
+    ("shm_get", "segment_copy", "speed", ">=", 0.95),
+    ("shm_write", "segment_copy", "speed", ">=", 0.95),
     ("client_get", "memcpy", "speed", ">=", 0.9),
     ("tcp_get", "socket", "speed", ">=", 0.8),
     ("tcp_get", "mooncake_get", "speed", ">=", 1.2),
@@ -123,11 +128,11 @@ def main() -> int:
         mooncake = Mooncake(interpreter) if interpreter else None
         if mooncake is not None:
             stack.callback(mooncake.close)
-        big: list[Contender] = [Memcpy(), Ours("shm"), Ours("shm", writing=True), InPlace()]
+        big: list[Contender] = [Memcpy(), SegmentCopy(), Ours("shm"), Ours("shm", writing=True), InPlace()]
         big += [Plain("socket"), Ours("tcp"), Plain("socket_tls"), Ours("tls")]
         small: list[Contender] = [Ours(kind, small=True) for kind in ("shm", "tcp", "tls")]
         if mooncake is not None:
-            big.insert(6, MooncakeGet(mooncake, "big", TOTAL))
+            big.insert(7, MooncakeGet(mooncake, "big", TOTAL))
             small.append(MooncakeGet(mooncake, "small", 4096))
         for contenders, in_a_row in ((big, 1), (small, 25)):
             for contender in contenders:
@@ -146,7 +151,8 @@ def main() -> int:
         against = f"{line['figure']} of {line['of']} / {line['against']}"
         lines.append(f"{against:46}{line['ratio']:>8}   must be {line['must']}   {verdict}")
     lines += skipped_lines(skipped)
-    finish(args, {**rows, "lines": judged, "skipped": skipped}, lines)
+    result = {**rows, "lines": judged, "skipped": skipped, "huge_pages_of_shm": huge_pages_of_shm()}
+    finish(args, result, lines)
     return 0
 
 

@@ -32,7 +32,7 @@ from halfmoon.store.pool.checksums import slots_sums
 from halfmoon.store.pool.fence import SegmentFence
 from halfmoon.store.pool.guard import PoolGuard
 from halfmoon.store.pool.pool import Pool
-from halfmoon.store.pool.segment import Geometry, PoolView, Segment, host_id, segment_name
+from halfmoon.store.pool.segment import SHM, Geometry, PoolView, Segment, host_id, segment_name
 from halfmoon.store.pool.slots import Owner
 from halfmoon.store.transports.base import Call, Peer, ServedPool, Slice, Transport, moved_bytes
 from halfmoon.store.transports.shm import ShmTransport
@@ -95,6 +95,41 @@ class Memcpy:
 
     def close(self) -> None:
         pass
+
+
+class SegmentCopy:
+    """One copy from a pool's shared memory to another's: what pages of that memory allow."""
+
+    name, size = "segment_copy", TOTAL
+
+    def __init__(self) -> None:
+        shape = layout(False)
+        names = (segment_name(f"bench{uuid.uuid4().hex[:8]}", end) for end in ("from", "to"))
+        geometry = Geometry.of(shape, TOTAL // shape.block_bytes)
+        self._source, self._target = (Segment.create(name, geometry) for name in names)
+        self._source.view.blocks[:] = 1
+        self._target.view.touch()
+
+    def go(self) -> tuple[float, float]:
+        started, before = time.perf_counter(), cpu_s()
+        np.copyto(self._target.view.blocks, self._source.view.blocks)
+        return time.perf_counter() - started, cpu_s() - before
+
+    def close(self) -> None:
+        self._source.close()
+        self._target.close()
+
+
+def huge_pages_of_shm() -> str:
+    """The option `huge` that /dev/shm is mounted with; "never" where it has none."""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, place, _, options, *_ = line.split()
+        if place == str(SHM):
+            for option in options.split(","):
+                name, _, value = option.partition("=")
+                if name == "huge":
+                    return value
+    return "never"
 
 
 class OtherProcess:

@@ -70,9 +70,14 @@ PROGRAMS: dict[str, tuple[list[str], list[Figure]]] = {
         ],
     ),
     "transfer": (
-        ["--rounds", "7"],
+        ["--rounds", "15"],
         [
             Figure(name="64 MiB over TCP, MiB/s", read=lambda r: r["tcp_get"]["mib_per_s"], is_rate=True),
+            Figure(
+                name="the same, CPU s of both ends a GiB",
+                read=lambda r: r["tcp_get"]["cpu_s_per_gib"],
+                is_rate=False,
+            ),
             Figure(name="64 MiB in place, MiB/s", read=lambda r: r["client_get"]["mib_per_s"], is_rate=True),
             Figure(name="4 KiB over TCP, ms", read=lambda r: r["tcp_get_4kib"]["ms_median"], is_rate=False),
         ],
