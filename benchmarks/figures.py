@@ -202,6 +202,13 @@ def _engine_fleet(result: Result) -> str:
     )
 
 
+def _turns(result: Result) -> str:
+    return "; ".join(
+        f"{row['figure']}: {row['ratio']:.2f} ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
+        for row in result["rows"]
+    )
+
+
 def _tokens_reused(result: Result) -> str:
     by_policy = {row[0]: row[2] for row in result["rows"]}
     bound = next(share for name, share in by_policy.items() if name.startswith("one pool"))
@@ -266,6 +273,11 @@ ROWS = (
         "start.json",
         _start,
     ),
+    Row(
+        "speed to that of c93574c8, three days before, by turns (median, and least and most of the rounds)",
+        "turns.json",
+        _turns,
+    ),
     Row("replay of a log, one core", "replay.json", _replay),
     Row("what exact numerics cost, f32", "numerics.json", _numerics),
     Row(
@@ -312,11 +324,12 @@ def _figures() -> str:
 
 
 def _transfers() -> str:
-    lines = read("transfer.json")["lines"]
+    plain, huge = (read(name)["lines"] for name in ("transfer.json", "transfer_huge.json"))
     rows = [
-        f"| {line['of']} to {line['against']} | {line['figure']} | {line['ratio']:.2f} |" for line in lines
+        f"| {one['of']} to {one['against']} | {one['figure']} | {one['ratio']:.2f} | {other['ratio']:.2f} |"
+        for one, other in zip(plain, huge, strict=True)
     ]
-    return "\n".join(["| what | of | ratio |", "| --- | --- | --- |", *rows])
+    return "\n".join(["| what | of | ratio | with huge pages |", "| --- | --- | --- | --- |", *rows])
 
 
 def _page() -> str:
