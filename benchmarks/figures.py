@@ -203,10 +203,11 @@ def _engine_fleet(result: Result) -> str:
 
 
 def _turns(result: Result) -> str:
-    return "; ".join(
+    ratios = "; ".join(
         f"{row['figure']}: {row['ratio']:.2f} ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
         for row in result["rows"]
     )
+    return f"to {result['against']}: {ratios}"
 
 
 def _tokens_reused(result: Result) -> str:
@@ -274,7 +275,7 @@ ROWS = (
         _start,
     ),
     Row(
-        "speed to that of c93574c8, three days before, by turns (median, and least and most of the rounds)",
+        "speed to that of an older commit, by turns (median, and least and most of the rounds)",
         "turns.json",
         _turns,
     ),

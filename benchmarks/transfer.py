@@ -129,11 +129,12 @@ def main() -> int:
         if mooncake is not None:
             stack.callback(mooncake.close)
         big: list[Contender] = [Memcpy(), SegmentCopy(), Ours("shm"), Ours("shm", writing=True), InPlace()]
-        big += [Plain("socket"), Ours("tcp"), Plain("socket_tls"), Ours("tls")]
+        big += [Plain("socket"), Ours("tcp")]
         small: list[Contender] = [Ours(kind, small=True) for kind in ("shm", "tcp", "tls")]
         if mooncake is not None:
-            big.insert(7, MooncakeGet(mooncake, "big", TOTAL))
+            big.append(MooncakeGet(mooncake, "big", TOTAL))
             small.append(MooncakeGet(mooncake, "small", 4096))
+        big += [Plain("socket_tls"), Ours("tls")]
         for contenders, in_a_row in ((big, 1), (small, 25)):
             for contender in contenders:
                 stack.callback(contender.close)

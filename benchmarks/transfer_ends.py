@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -97,39 +98,33 @@ class Memcpy:
         pass
 
 
-class SegmentCopy:
-    """One copy from a pool's shared memory to another's: what pages of that memory allow."""
+class SegmentCopy(Memcpy):
+    """From a pool's shared memory to another's: what pages of that memory allow."""
 
-    name, size = "segment_copy", TOTAL
+    name = "segment_copy"
 
     def __init__(self) -> None:
         shape = layout(False)
-        names = (segment_name(f"bench{uuid.uuid4().hex[:8]}", end) for end in ("from", "to"))
         geometry = Geometry.of(shape, TOTAL // shape.block_bytes)
-        self._source, self._target = (Segment.create(name, geometry) for name in names)
-        self._source.view.blocks[:] = 1
-        self._target.view.touch()
-
-    def go(self) -> tuple[float, float]:
-        started, before = time.perf_counter(), cpu_s()
-        np.copyto(self._target.view.blocks, self._source.view.blocks)
-        return time.perf_counter() - started, cpu_s() - before
+        self._segments = [
+            Segment.create(segment_name(f"bench{uuid.uuid4().hex[:8]}", end), geometry)
+            for end in ("from", "to")
+        ]
+        self._source, self._target = (segment.view.blocks for segment in self._segments)
+        self._source[:] = 1
+        self._target[:] = 0
 
     def close(self) -> None:
-        self._source.close()
-        self._target.close()
+        for segment in self._segments:
+            segment.close()
 
 
 def huge_pages_of_shm() -> str:
     """The option `huge` that /dev/shm is mounted with; "never" where it has none."""
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, place, _, options, *_ = line.split()
-        if place == str(SHM):
-            for option in options.split(","):
-                name, _, value = option.partition("=")
-                if name == "huge":
-                    return value
-    return "never"
+    # Of several mounts at one place the last one is seen.
+    options = re.findall(rf"^\S+ {SHM} \S+ (\S+)", Path("/proc/mounts").read_text(), re.MULTILINE)[-1]
+    found = re.search(r"\bhuge=(\w+)", options)
+    return found[1] if found else "never"
 
 
 class OtherProcess:
