@@ -12,6 +12,7 @@ from typing import Any
 
 import nats
 
+from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.events import (
     BlocksStored,
     DecodeStarted,
@@ -91,15 +92,13 @@ class AdaptedFleet:
         return sum(len(one.block_keys) for one in stored) // KEY_BYTES
 
     async def known(self, blocks: int, at: str) -> None:
-        """Returns when a node has so many blocks, by its heartbeats."""
+        """Returns when the conductors know so many blocks of a node: by the log, since a heartbeat may be of before."""
 
         async def so_many() -> bool:
-            nodes = (await self.cluster.status())["nodes"]
-            return any(
-                node.get("kv_used", 0) == blocks
-                for node in nodes
-                if (node["id"], node["role"]) == (at, "store")
-            )
+            core = Core()
+            for one in await self.cluster.events():
+                core.step(one)
+            return core.state.index.counts().get(at) == blocks
 
         await eventually(so_many, f"{at} has {blocks} blocks", every_s=0.2)
 
