@@ -250,18 +250,17 @@ def measure_attention(engine: Any) -> CostProfile:
     return attention_profile(engine)
 
 
-def exact_numerics(engine: Any, layout: Layout) -> tuple[ExactNumerics, str]:
-    """Prepares an engine for them: whether exact numerics hold on this CPU, and one line that names the differing ways.
-
-    ("", "") where none are claimed, or the cache is too small to try.
+def prepare_numerics(engine: Any, layout: Layout) -> tuple[ExactNumerics, str]:
+    """Finds out how many rows an engine's products should have here. Returns whether exact numerics hold on this CPU,
+    and one line that names the differing ways; ("", "") where none are claimed, or the cache is too small to try.
     """
-    if layout.layers == 0 or layout.numerics != "exact":
+    if layout.layers == 0:
         return "", ""
-    from halfmoon.workers.model.self_test import prepare_exact
+    from halfmoon.workers.model.self_test import prepare_products
     from halfmoon.workers.profiler import profile_key
 
-    differing = prepare_exact(engine, profile_key(engine))
-    if differing is None:
+    differing = prepare_products(engine, profile_key(engine))
+    if differing is None or layout.numerics != "exact":
         return "", ""
     if not differing:
         return "held", ""
@@ -278,9 +277,9 @@ __all__ = [
     "check_texts",
     "context_tokens_max",
     "device_of",
-    "exact_numerics",
     "layout_of",
     "measure_attention",
     "measure_profile",
+    "prepare_numerics",
     "profile_check",
 ]

@@ -53,7 +53,7 @@ async def run(args: argparse.Namespace) -> int:
 
     layout = models.layout_of(args)
     engine = models.build_engine(args, layout, kv_blocks=layout.blocks(models.context_tokens_max(args)))
-    held, warning = models.exact_numerics(engine, layout)
+    held, warning = models.prepare_numerics(engine, layout)
     profile = measure(engine, budget_s=args.budget_s)
     fields = msgspec.structs.asdict(profile)
     if args.json:

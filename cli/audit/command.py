@@ -98,7 +98,7 @@ async def compare(
 
     blocks_max = max(len(chain.keys) for chain in chains)
     engine = models.build_engine(args, layout, kv_blocks=blocks_max)
-    _, doubt = models.exact_numerics(engine, layout)
+    _, doubt = models.prepare_numerics(engine, layout)
     if doubt:
         raise OptionInvalid(doubt)
     recomputing = Recomputing(engine, blocks_max=blocks_max)

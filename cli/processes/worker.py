@@ -197,7 +197,7 @@ def _kv_blocks(role: WorkerRole, layout: Layout, context: int, *, elsewhere: boo
 
 def _tried(engine: Any, layout: Layout, who: str) -> ExactNumerics:
     """Whether exact numerics hold here; where they do not, a line reports it."""
-    held, warning = models.exact_numerics(engine, layout)
+    held, warning = models.prepare_numerics(engine, layout)
     if warning:
         say(f"{who}: {warning}")
     return held

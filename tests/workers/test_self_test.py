@@ -25,7 +25,8 @@ from halfmoon.workers.model.self_test import (
     CACHED,
     differing_ways,
     invariant_row_counts,
-    prepare_exact,
+    prepare_products,
+    quick_row_counts,
     trial_of,
 )
 
@@ -122,6 +123,33 @@ def test_rows_that_a_product_computes_otherwise_are_padded(model: LoadedModel, p
     assert trial.differing == []
 
 
+class _Timed(Linear):
+    """Its rows take `seconds` by a clock of its own. Keeps how many it saw."""
+
+    def __init__(self, product: Linear, seconds: dict[int, float]) -> None:
+        self._product, self._seconds = product, seconds
+        self.now, self.rows = 0.0, 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows = len(x)
+        self.now += self._seconds.get(self.rows, 0.0)
+        return self._product(x)
+
+
+def test_rows_that_take_longer_than_more_rows_are_padded(model: LoadedModel) -> None:
+    engine = Engine(model, num_blocks=BLOCKS_MIN, block_tokens=32, exact=False)
+    seconds = {1: 5.0, 2: 6.0, 4: 3.0, 6: 2.95, 8: 9.0, 12: 8.0, 16: 8.5}
+    at: Any = engine.transformer
+    at._head = head = _Timed(at._head, seconds)
+    assert quick_row_counts(engine, tuple(seconds), lambda: head.now) == (4, 6, 12, 16)
+    assert quick_row_counts(engine, (1, 2, 16), lambda: head.now) == (1, 2, 16)
+    assert trial_of(engine).product_rows == engine.product_rows
+    (least,) = engine.product_rows
+    for rows in (1, 2, 3, 4, 5, 7, 17):
+        logits = engine.decode([9] * rows, [31] * rows, [[row % BLOCKS_MIN] for row in range(rows)])
+        assert (head.rows, len(logits)) == (max(least, rows), rows)
+
+
 def test_where_a_batch_differs_all_the_same_no_group_is_cut_short(model: LoadedModel) -> None:
     engine = engine_of(_BatchMatters, model)
     trial = trial_of(engine)
@@ -146,20 +174,20 @@ def test_one_answer_is_kept_for_each_key(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ill, well = engine_of(_BatchMatters, model), engine_of(Engine, model)
-    assert prepare_exact(ill, "one") == [BATCHED]
-    assert prepare_exact(well, "one") == [BATCHED]  # as it was kept
+    assert prepare_products(ill, "one") == [BATCHED]
+    assert prepare_products(well, "one") == [BATCHED]  # as it was kept
     place = tmp_path / "halfmoon" / "profiles" / "one.numerics.json"
     place.write_text("{}")
-    assert prepare_exact(well, "one") == differing_ways(well)
+    assert prepare_products(well, "one") == differing_ways(well)
     engine = Engine(model, num_blocks=BLOCKS_MIN - 1, block_tokens=32, exact=True)
-    assert prepare_exact(engine, "two") is None
+    assert prepare_products(engine, "two") is None
     assert engine.product_rows == (16,)
     kept = json.loads(place.read_text()) | {"product_rows": [4, 16]}
     place.write_text(json.dumps(kept))
-    assert prepare_exact(engine, "one") == []
+    assert prepare_products(engine, "one") == []
     assert engine.product_rows == (4, 16)
     engine = Engine(model, num_blocks=BLOCKS_MIN - 1, block_tokens=32, exact=True, query_first=True)
-    assert prepare_exact(engine, "one") is None  # its products are others
+    assert prepare_products(engine, "one") is None  # its products are others
 
 
 def test_what_does_not_hold_is_said_in_one_line(
@@ -172,10 +200,10 @@ def test_what_does_not_hold_is_said_in_one_line(
     )  # fmt: skip
     layout: Layout = models.layout_of(args)
     ill = engine_of(_BatchMatters, model)
-    assert models.exact_numerics(ill, layout) == (
+    assert models.prepare_numerics(ill, layout) == (
         "not_held",
         "warning: a batch gave other bits than a request alone and cold: "
         "--numerics exact is not to be trusted on this CPU",
     )
     args.numerics = "fast"
-    assert models.exact_numerics(ill, models.layout_of(args)) == ("", "")
+    assert models.prepare_numerics(ill, models.layout_of(args)) == ("", "")

@@ -89,9 +89,10 @@ class Engine:
         self.attention: Attention = ExactAttention(base, segment) if exact and segment else base
         #: Sequences of a decode step's group in exact mode, at most.
         self.group_rows = group_rows
-        #: Rows that a group may have with those of padding, ascending: each number gives a row the bits of the last.
-        #: There are others than the last only where `self_test` has seen that they do here.
-        self.product_rows: tuple[int, ...] = (group_rows,)
+        #: Rows that a group of decode has with those of padding, ascending; more than the last are not padded. In exact
+        #: mode each number gives a row the bits of the last, which is `group_rows`: there are others only where
+        #: `self_test` has seen that they do here. Those that take longer than a larger one are left out.
+        self.product_rows: tuple[int, ...] = (group_rows,) if exact else ()
         self._masks = masks
 
     @property
@@ -190,9 +191,7 @@ class Engine:
         if not chunk.want_logits:
             return None
         last = x[count - 1 : count]
-        if self.exact:
-            last = torch.cat([last, last.new_zeros(self._whole_group(1) - 1, last.shape[1])])
-        return self._model.logits(last)[0]
+        return self._model.logits(torch.cat([last, last.new_zeros(self._padded(1) - 1, last.shape[1])]))[0]
 
     def _score(self, x: Tensor, chunk: PromptRows) -> None:
         """Rows of a chunk, `[rows, hidden]`, few at a time; in exact mode with padding: each product has one shape."""
@@ -427,12 +426,12 @@ class Engine:
         self, token_ids: Sequence[int], positions: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As `_enter`, and room for attention's result."""
-        padded = self._whole_group(len(token_ids)) if self.exact else len(token_ids)
+        padded = self._padded(len(token_ids))
         return *self._enter(token_ids, positions, padded), self._room(padded)
 
-    def _whole_group(self, rows: int) -> int:
-        """In exact mode: with the rows of padding."""
-        return next(count for count in self.product_rows if count >= rows)
+    def _padded(self, rows: int) -> int:
+        """With the rows of padding."""
+        return next((count for count in self.product_rows if count >= rows), rows)
 
     def _room(self, rows: int) -> Tensor:
         """For attention's result; rows of padding stay 0."""
