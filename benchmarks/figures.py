@@ -202,6 +202,18 @@ def _engine_fleet(result: Result) -> str:
     )
 
 
+def _generate(result: Result) -> str:
+    def of(row: Result) -> str:
+        each = row["tokens_per_s"]
+        here, there, ratio = each["here"], each["there"], each["here_over_there"]
+        return (
+            f"{row['numerics']} {here['p50']:.1f} for {there['p50']:.1f}, {ratio['p50']:.2f} "
+            f"({ratio['min']:.2f} to {ratio['max']:.2f})"
+        )
+
+    return f"to {result['against']}: {'; '.join(map(of, result['rows']))}"
+
+
 def _turns(result: Result) -> str:
     ratios = "; ".join(
         f"{row['figure']}: {row['ratio']:.2f} ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
@@ -281,6 +293,11 @@ ROWS = (
     ),
     Row("replay of a log, one core", "replay.json", _replay),
     Row("what exact numerics cost, f32", "numerics.json", _numerics),
+    Row(
+        "`halfmoon generate` of 64 tokens on the default cluster: tokens/s to those of an older commit, by turns",
+        "generate.json",
+        _generate,
+    ),
     Row(
         "simulated: capacity against the papers' own rule, two sizes of cluster; p90 TTFT at that rule's limit",
         "experiments/better.json",

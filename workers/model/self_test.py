@@ -90,7 +90,7 @@ def invariant_row_counts(engine: Engine) -> tuple[int, ...]:
 def quick_row_counts(
     engine: Engine, counts: Sequence[int], clock: Callable[[], float] = time.perf_counter
 ) -> tuple[int, ...]:
-    """Those of `counts`, ascending, beside which no larger one saves time (`_GAIN`). All on another device than a CPU."""
+    """Those of `counts`, ascending, beside which no larger one saves time (`_GAIN`). A GPU is not timed: all."""
     if engine.device.type != "cpu":
         return tuple(counts)
     made = _products_of(engine)
