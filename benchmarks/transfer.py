@@ -48,7 +48,7 @@ LINES = (
     ("tcp_get", "socket", "speed", ">=", 0.8),
     ("tcp_get", "mooncake_get", "speed", ">=", 1.2),
     ("tcp_get", "mooncake_get", "cpu", "<=", 0.8),
-    ("tcp_get_4kib", "mooncake_get_4kib", "time", "<=", 2.0),
+    ("tcp_get_4kib", "mooncake_get_4kib", "time", "<=", 1.0),
     ("tls_get", "socket_tls", "speed", ">=", 0.8),
 )
 

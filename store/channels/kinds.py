@@ -12,7 +12,6 @@ tcp    `tcp://HOST:PORT`       between hosts with encryption "never": both prove
 from __future__ import annotations
 
 import hashlib
-import hmac
 import os
 import secrets
 import socket
@@ -138,7 +137,7 @@ class TcpKind:
         except HandshakeRefused as problem:
             raise ChannelRefused(f"{problem.kind.removeprefix('wrong_')}: {problem}") from None
         if stream.key:
-            stream.seal = _seal(stream.key, server=server)
+            stream.seal = Seal(stream.key, b"channel", server=server)
         return stream
 
 
@@ -158,12 +157,6 @@ class _Deadline:
     def check(self) -> None:
         if time.monotonic() >= self._deadline_s:
             raise ConnectionBroken("it did not prove itself in time", "stranger")
-
-
-def _seal(key: bytes, *, server: bool) -> Seal:
-    """Keys for each direction, which no link of blocks uses."""
-    ends = [hmac.digest(key, b"channel " + end, "sha256") for end in (b"server", b"client")]
-    return Seal(*ends) if server else Seal(*reversed(ends))
 
 
 def _own_user(connection: socket.socket) -> None:

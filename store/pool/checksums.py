@@ -25,20 +25,20 @@ def run_sums(view: PoolView, slot: int, first_layer: int, layers: int, fill: int
     """xxh3_64 of each layer of a run of one block, as it is in memory now; of the first `fill` bytes of its keys and of
     its values, where `fill` is not 0.
     """
-    return row_sums(run_bytes(view, slot, first_layer, layers, fill))
+    return sums_of(run_bytes(view, slot, first_layer, layers, fill), layers)
 
 
-def row_sums(rows: npt.NDArray[np.uint8]) -> list[int]:
-    """xxh3_64 of each row of u8 `[layers, bytes]`."""
-    return [xxhash.xxh3_64_intdigest(row.data) for row in rows]
+def sums_of(run: memoryview, layers: int) -> list[int]:
+    """xxh3_64 of each of `layers` layers that follow each other."""
+    size = len(run) // layers
+    return [xxhash.xxh3_64_intdigest(run[at : at + size]) for at in range(0, size * layers, size)]
 
 
-def run_bytes(
-    view: PoolView, slot: int, first_layer: int, layers: int, fill: int = 0
-) -> npt.NDArray[np.uint8]:
-    """u8 `[layers, bytes]`: the memory of a run itself, or with `fill` a copy of what counts of each layer."""
-    run: npt.NDArray[np.uint8] = view.blocks[slot, first_layer : first_layer + layers]
-    return filled(run, fill).reshape(layers, 2 * fill) if fill else run
+def run_bytes(view: PoolView, slot: int, first_layer: int, layers: int, fill: int = 0) -> memoryview:
+    """The memory of a run itself, or with `fill` a copy of what counts of each layer."""
+    if not fill:
+        return view.run(slot, first_layer, layers)
+    return filled(view.blocks[slot, first_layer : first_layer + layers], fill).reshape(-1).data
 
 
 def filled(run: npt.NDArray[np.uint8], fill: int) -> npt.NDArray[np.uint8]:

@@ -102,6 +102,7 @@ class PoolView:
         shape = (at.slots, at.layers, at.layer_block_bytes)
         size = at.slots * at.block_bytes
         self.blocks: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8, size).reshape(shape)
+        self._bytes = memoryview(self._memory)[:size]
         table = np.frombuffer(self._memory, np.uint64, at.slots * at.layers, at.table_offset)
         self.sums: npt.NDArray[np.uint64] = table.reshape(at.slots, at.layers)
         self.marks: npt.NDArray[np.uint64] = np.frombuffer(self._memory, np.uint64, at.slots, at.marks_offset)
@@ -157,6 +158,12 @@ class PoolView:
         block: npt.NDArray[np.uint8] = self.blocks[slot, layer]
         return block
 
+    def run(self, slot: int, first_layer: int, layers: int) -> memoryview:
+        """The bytes of some layers of a slot, no copy. It costs a part of what an array does, and is not checked."""
+        at = self.geometry
+        first = slot * at.block_bytes + first_layer * at.layer_block_bytes
+        return self._bytes[first : first + layers * at.layer_block_bytes]
+
     @contextlib.contextmanager
     def writing(self, slot: int, order_id: str) -> Iterator[None]:
         """Within, bytes of the order may be copied into the slot. Keep it short: until then nobody else gets the slot.
@@ -201,6 +208,7 @@ class PoolView:
             slots=0, layers=self.geometry.layers, layer_block_bytes=self.geometry.layer_block_bytes
         )
         self.blocks = np.empty((0, empty.layers, empty.layer_block_bytes), np.uint8)
+        self._bytes = memoryview(b"")
         self.sums = np.empty((0, empty.layers), np.uint64)
         self.marks = np.empty(0, np.uint64)
         self.epochs = np.empty(0, np.uint64)

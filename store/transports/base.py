@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -187,13 +186,13 @@ class Cancellation:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._cancelled = threading.Event()
+        self._cancelled = False
 
     def cancel(self) -> None:
-        self._cancelled.set()
+        self._cancelled = True
 
     def check(self) -> None:
-        if self._cancelled.is_set():
+        if self._cancelled:
             raise TransferError("stopped")
         if time.monotonic_ns() >= self._call.deadline_ns:
             raise TransferTimeout("the deadline passed")

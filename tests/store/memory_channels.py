@@ -178,7 +178,7 @@ def pair(*, sealed: bool = False) -> tuple[MemoryStream, MemoryStream]:
     changed = threading.Condition()
     one, other = _Way(changed), _Way(changed)
     over = threading.Event()
-    near, far = (Seal(b"near", b"far"), Seal(b"far", b"near")) if sealed else (None, None)
+    near, far = [Seal(b"key", b"memory", server=each) for each in (True, False)] if sealed else (None, None)
     return MemoryStream(one, other, over, near), MemoryStream(other, one, over, far)
 
 

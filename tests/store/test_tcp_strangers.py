@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import socket
 import struct
 import threading
@@ -23,6 +21,7 @@ from halfmoon.store.errors import TransferError, TransferTimeout
 from halfmoon.store.transports.base import Slice
 from halfmoon.store.transports.tcp import admission, server, wire
 from halfmoon.store.transports.tcp.admission import Admission
+from halfmoon.store.transports.tcp.streams import Seal
 from tests.eventually import BOUND_S, eventually, eventually_here
 
 #: Far more levels than Python's recursion has, in few bytes.
@@ -89,7 +88,7 @@ def test_a_nested_header_is_refused_and_ends_the_connection(kind: str) -> None:
 
 def genuine_mac(raw: Raw, header: bytes) -> bytes:
     """On bytes that are no header: who has the session's key can make it."""
-    return raw.key and hmac.digest(hmac.digest(raw.key, b"client", "sha256"), header, hashlib.sha256)
+    return raw.key and Seal(raw.key, b"link", server=False).make(header)
 
 
 def test_a_stranger_that_sends_a_byte_now_and_then_is_gone_when_its_time_is_over(

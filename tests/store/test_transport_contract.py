@@ -177,8 +177,13 @@ def test_a_peer_that_is_gone_is_unreachable_however_much_time_there_is(kind: str
     async def story(one: Side, two: Side) -> None:
         theirs, mine = two.stored(1), one.reserved(1)
         items = [Slice(mine[0], theirs[0], 0, 4)]
-        await one.transport.read(two.peer, items, call())
         peer = two.peer
+        for _ in range(2):
+            for _ in range(3):
+                await one.transport.read(peer, items, call())
+            # An idle link that ends meanwhile costs no move.
+            await two.end_links()
+        await one.transport.read(peer, items, call())
         await two.close()
         for _ in range(2):
             with pytest.raises(HolderUnreachable):

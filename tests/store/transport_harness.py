@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 import time
 import uuid
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from store_harness import BOUND_NS, SECRET, keys, layout
+from store_harness import BOUND_NS, SECRET, keys, layout, until
 
 from halfmoon.schemas.codec import decode, encode
 from halfmoon.schemas.events import Endpoint
@@ -140,6 +141,14 @@ class Side:
         met = threading.Barrier(THREADS)
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(loop.run_in_executor(self.executor, met.wait) for _ in range(THREADS)))
+
+    async def end_links(self) -> None:
+        """As what lies between two hosts may end connections to this one."""
+        if self.tcp is not None:
+            connections = self.tcp._server._connections
+            for connection in list(connections):
+                connection.shutdown(socket.SHUT_RDWR)
+            await until(lambda: not connections)
 
     async def close(self) -> None:
         self.closed = True

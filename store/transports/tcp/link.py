@@ -1,9 +1,8 @@
 """The calling end of TCP: one connection to a peer, used for one move at a time.
 
-Several requests are under way, so that the peer never waits for us; a move of a few KiB is one exchange
-without a thread (`TcpLink.exchange`). A peer that dies is seen at once (its connection breaks), one that hangs
-after
-`stall_ns_max`. A link that failed is not used again.
+Several requests are under way, so that the peer never waits for us; a move of a few KiB is one exchange without a
+thread, over a link that the event loop watches (`TcpLink.watch`, `TcpLink.exchange`). A peer that dies is seen at once
+(its connection breaks), one that hangs after `stall_ns_max`. A link that failed is not used again.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from halfmoon.store.errors import BytesCorrupted, HolderUnreachable, TransferError, TransferRefused
-from halfmoon.store.pool.checksums import row_sums, run_bytes, run_sums
+from halfmoon.store.pool.checksums import run_bytes, sums_of
 from halfmoon.store.pool.segment import PoolView
 from halfmoon.store.transports.base import Call, Peer, Run, Slice
 from halfmoon.store.transports.tcp import wire
@@ -34,13 +33,23 @@ class TcpLink:
         self._channel = channel
         self._view = view
         self._session = session
+        #: What watches this link, and what its exchange waits with for the answer.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._came: asyncio.Future[None] | None = None
+        self.closed = False
 
     def close(self) -> None:
+        """Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._loop is not None:
+            self._loop.remove_reader(self._channel.fileno())
         self._channel.close()
 
     def broken(self) -> bool:
         """True: the connection of an idle link has ended meanwhile."""
-        return self._channel.broken()
+        return self.closed if self._loop is not None else self._channel.broken()
 
     def enter(self, timer: StallTimer) -> None:
         """Hears the server's first message. Raises HolderUnreachable: it is another than was meant."""
@@ -75,6 +84,19 @@ class TcpLink:
 
     # --- a small move, on the event loop --------------------------------------------------------------------
 
+    def watch(self) -> None:
+        """From now on the running event loop watches this link, which is for exchanges alone: to watch it only during
+        each one takes two system calls more. It is closed when its connection ends.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._channel.fileno(), self._readable)
+
+    def _readable(self) -> None:
+        if self._came is not None:
+            _wake(self._came)
+        elif self._channel.broken():
+            self.close()
+
     async def exchange(self, message: list[Slice], call: Call, timer: StallTimer, *, reading: bool) -> None:
         """One message there and its answer back, both of a few KiB: nothing here waits but for the answer."""
         channel = self._channel
@@ -83,9 +105,10 @@ class TcpLink:
         else:
             self._send_write(message, call, timer)
         channel.during(timer)
+        await self._something()
         while not channel.whole():
-            await _readable(channel, WAKE_S)
             timer.check()
+            await self._something()
         answer = self._answer(timer)
         if reading:
             self._take(message, answer, timer)
@@ -94,12 +117,25 @@ class TcpLink:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
+    async def _something(self) -> None:
+        """Returns when something came, or after `WAKE_S`."""
+        assert self._loop is not None, "watch"
+        self._came = came = self._loop.create_future()
+        timer = self._loop.call_later(WAKE_S, _wake, came)
+        try:
+            await came
+        finally:
+            self._came = None
+            timer.cancel()
+
     def _send_write(self, message: list[Slice], call: Call, timer: StallTimer) -> None:
-        rows = [run_bytes(self._view, i.local_slot, i.first_layer, i.layers, i.fill) for i in message]
-        sums = [one for some in rows for one in row_sums(some)]
+        payload = [run_bytes(self._view, i.local_slot, i.first_layer, i.layers, i.fill) for i in message]
+        sums = [
+            one for some, item in zip(payload, message, strict=True) for one in sums_of(some, item.layers)
+        ]
         runs = [Run(item.remote_slot, item.first_layer, item.layers, item.fill) for item in message]
         header = wire.Write(order_id=call.order_id, party=call.party, runs=runs, sums=sums)
-        self._send(header, timer, [some.reshape(-1).data for some in rows])
+        self._send(header, timer, payload)
 
     def _take(self, message: list[Slice], chunk: wire.AnyFrame, timer: StallTimer) -> None:
         """The payload of a chunk, straight into the slots, verified."""
@@ -108,11 +144,11 @@ class TcpLink:
         sums = iter(chunk.sums)
         for item in message:
             timer.check()
-            into = wire.memory(self._view, item.local_slot, item.first_layer, item.layers)
+            into = self._view.run(item.local_slot, item.first_layer, item.layers)
             if self._channel.into(into) != len(into):
                 raise TransferRefused(f"{self.peer.node_id} sent a truncated frame")
             expected = [next(sums, -1) for _ in range(item.layers)]
-            if run_sums(self._view, item.local_slot, item.first_layer, item.layers) != expected:
+            if sums_of(into, item.layers) != expected:
                 raise BytesCorrupted(
                     f"slot {item.remote_slot} from {self.peer.node_id} is not what was committed"
                 )
@@ -135,23 +171,9 @@ class TcpLink:
         return header
 
 
-async def _readable(channel: TcpChannel, seconds: float) -> None:
-    """Returns when something came, or after `seconds`."""
-    loop = asyncio.get_running_loop()
-    came = loop.create_future()
-
-    def wake() -> None:
-        if not came.done():
-            came.set_result(None)
-
-    timer = loop.call_later(seconds, wake)
-    number = channel.fileno()
-    loop.add_reader(number, wake)
-    try:
-        await came
-    finally:
-        loop.remove_reader(number)
-        timer.cancel()
+def _wake(came: asyncio.Future[None]) -> None:
+    if not came.done():
+        came.set_result(None)
 
 
 def _read(message: list[Slice], call: Call) -> wire.Read:

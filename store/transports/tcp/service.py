@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from halfmoon.store.pool.checksums import filled, row_sums
+from halfmoon.store.pool.checksums import filled, sums_of
 from halfmoon.store.pool.segment import PoolView
 from halfmoon.store.transports.base import Run, SlotAccess, slots_of
 from halfmoon.store.transports.tcp import wire
@@ -92,7 +92,7 @@ class TcpService:
         # when the lease ends while it is sent, do not fit them.
         if reason := self._access.begin_read(header.order_id, [run.slot for run in header.runs]):
             raise RequestRefused("no_lease", reason)
-        payload = [wire.memory(self._view, run.slot, run.first_layer, run.layers) for run in header.runs]
+        payload = [self._view.run(run.slot, run.first_layer, run.layers) for run in header.runs]
         self.count("tcp_read_bytes", sum(map(len, payload)))
         reply([*session.seal(wire.Chunk(sums=sums)), *payload])
 
@@ -116,12 +116,12 @@ class TcpService:
                 if size != len(into):
                     raise RequestRefused("wrong_size", f"a frame of {size} bytes where {len(into)} were due")
                 self.count("tcp_written_bytes", size)
-                came = np.frombuffer(into, np.uint8).reshape(run.layers, -1)
-                if row_sums(came) != [next(sums) for _ in range(run.layers)]:
+                if sums_of(into, run.layers) != [next(sums) for _ in range(run.layers)]:
                     raise RequestRefused("corrupted", f"slot {run.slot} is not what was sent")
                 if run.fill:
                     layers = self._view.blocks[run.slot, run.first_layer : run.first_layer + run.layers]
-                    np.copyto(filled(layers, run.fill), came.reshape(run.layers, 2, run.fill))
+                    came = np.frombuffer(into, np.uint8).reshape(run.layers, 2, run.fill)
+                    np.copyto(filled(layers, run.fill), came)
             if frames.more():
                 raise RequestRefused("wrong_size", "more payload than was announced")
         finally:
@@ -130,7 +130,7 @@ class TcpService:
     def _room_for(self, run: Run) -> memoryview:
         """Where its bytes go: the slot's own memory, or room for what is packed."""
         if not run.fill:
-            return wire.memory(self._view, run.slot, run.first_layer, run.layers)
+            return self._view.run(run.slot, run.first_layer, run.layers)
         return memoryview(bytearray(2 * run.fill * run.layers))
 
     def _check_runs(self, runs: Sequence[Run]) -> None:

@@ -10,6 +10,7 @@ interpreter lock is let go of meanwhile. One thread may send while another recei
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import secrets
 import select
@@ -24,7 +25,7 @@ from halfmoon.store.transports.tcp.certificate import tls_context
 
 POLL_MS = 50
 PORT_MAX = 65535
-#: Of the keyed sum of a channel's header.
+#: Of the keyed sum of a header.
 SEAL_BYTES = 16
 #: Of a session in the clear.
 KEY_BYTES = 32
@@ -72,16 +73,26 @@ class Waiter(Protocol):
 
 
 class Seal:
-    """Keyed sums of headers, of both directions: without the session's key none can be made."""
+    """Keyed sums of headers, of both directions: without the session's key none can be made.
 
-    def __init__(self, mine: bytes, theirs: bytes) -> None:
-        self._mine, self._theirs = mine, theirs
+    They are BLAKE2b's (RFC 7693, 2.9). An HMAC of OpenSSL takes three times as long in a loop, and more in an exchange
+    of a few KiB: four of them were a fifth of its time.
+    """
 
-    def make(self, sealed: memoryview) -> bytes:
-        return hmac.digest(self._mine, sealed, "sha256")[:SEAL_BYTES]
+    def __init__(self, key: bytes, use: bytes, *, server: bool) -> None:
+        """`use`: other sums are made of the same key for another one."""
+        mine, theirs = (b" server", b" client") if server else (b" client", b" server")
+        self._mine, self._theirs = _keyed_sum(key, use + mine), _keyed_sum(key, use + theirs)
 
-    def genuine(self, sealed: memoryview, seal: memoryview) -> bool:
-        return hmac.compare_digest(hmac.digest(self._theirs, sealed, "sha256")[:SEAL_BYTES], seal)
+    def make(self, sealed: bytes | memoryview) -> bytes:
+        return _keyed_sum(self._mine, sealed)
+
+    def genuine(self, sealed: bytes | memoryview, seal: bytes | memoryview) -> bool:
+        return hmac.compare_digest(_keyed_sum(self._theirs, sealed), seal)
+
+
+def _keyed_sum(key: bytes, content: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(content, key=key, digest_size=SEAL_BYTES).digest()
 
 
 class Stream(Protocol):

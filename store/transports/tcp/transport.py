@@ -64,7 +64,9 @@ class TcpTransport:
         self._topology = topology or Topology()
         self._host = host
         self._executor = ThreadPoolExecutor(LINK_THREADS, thread_name_prefix="store-link")
+        #: By node: for moves in a thread, and for exchanges on the event loop.
         self._idle: dict[str, deque[TcpLink]] = defaultdict(deque)
+        self._watched: dict[str, deque[TcpLink]] = defaultdict(deque)
         self._running: set[Cancellation] = set()
         self._closed = False
         self.endpoints: list[Endpoint] = []
@@ -101,7 +103,7 @@ class TcpTransport:
             await self._move(peer, items, call, lambda link, timer: link.write(items, call, timer))
 
     def forget(self, node_id: str) -> None:
-        for link in self._idle.pop(node_id, ()):
+        for link in (*self._idle.pop(node_id, ()), *self._watched.pop(node_id, ())):
             link.close()
 
     async def close(self) -> None:
@@ -111,7 +113,7 @@ class TcpTransport:
         for cancellation in self._running:
             cancellation.cancel()
         self._executor.shutdown(wait=True)
-        for node_id in list(self._idle):
+        for node_id in [*self._idle, *self._watched]:
             self.forget(node_id)
         self._server.close()
 
@@ -124,9 +126,13 @@ class TcpTransport:
         check_items(self._view.geometry, peer.geometry, items)
         if not items or moved_bytes(items, peer.geometry.layer_block_bytes) > SMALL_BYTES:
             return False
-        link = self._take_idle(peer, self._endpoint(peer))
+        endpoint = self._endpoint(peer)
+        link = _taken(self._watched[peer.node_id], peer, endpoint)
         if link is None:
-            return False
+            link = _taken(self._idle[peer.node_id], peer, endpoint)
+            if link is None:
+                return False
+            link.watch()
         cancellation = Cancellation(call)
         self._running.add(cancellation)
         try:
@@ -140,7 +146,7 @@ class TcpTransport:
             raise
         finally:
             self._running.discard(cancellation)
-        self._put_idle(link)
+        self._put(self._watched, link)
         return True
 
     # --- in a thread ----------------------------------------------------------------------------------------
@@ -162,7 +168,7 @@ class TcpTransport:
 
     def _run(self, peer: Peer, endpoint: Endpoint, work: Work, cancellation: Cancellation) -> None:
         """On an idle link or a new one, which is idle again afterwards if it did not fail."""
-        link = self._take_idle(peer, endpoint)
+        link = _taken(self._idle[peer.node_id], peer, endpoint)
         timer = StallTimer(cancellation, self._options.stall_ns_max, peer.node_id)
         try:
             if link is None:
@@ -177,29 +183,13 @@ class TcpTransport:
             if link is not None:
                 link.close()
             raise
-        self._put_idle(link)
+        self._put(self._idle, link)
 
-    def _take_idle(self, peer: Peer, endpoint: Endpoint) -> TcpLink | None:
-        """An idle link to this endpoint of this incarnation. (Of a deque, `popleft` and `append` are atomic.)"""
-        idle = self._idle[peer.node_id]
-        for _ in range(len(idle)):
-            try:
-                link = idle.popleft()
-            except IndexError:
-                break
-            if link.peer.incarnation != peer.incarnation or link.broken():
-                link.close()
-            elif link.address != endpoint.address:
-                idle.append(link)
-            else:
-                return link
-        return None
-
-    def _put_idle(self, link: TcpLink) -> None:
+    def _put(self, links: dict[str, deque[TcpLink]], link: TcpLink) -> None:
         if self._closed:
             link.close()
         else:
-            self._idle[link.peer.node_id].append(link)
+            links[link.peer.node_id].append(link)
 
     def _connect(self, peer: Peer, endpoint: Endpoint, timer: StallTimer) -> TcpLink:
         options = self._options
@@ -231,3 +221,19 @@ class TcpTransport:
         for endpoint in self.usable_endpoints(peer):
             return endpoint
         raise TransferRefused(f"{peer.node_id} offers no TCP")
+
+
+def _taken(links: deque[TcpLink], peer: Peer, endpoint: Endpoint) -> TcpLink | None:
+    """One of these idle links, to this endpoint of this incarnation. (`popleft` and `append` of a deque are atomic.)"""
+    for _ in range(len(links)):
+        try:
+            link = links.popleft()
+        except IndexError:
+            break
+        if link.peer.incarnation != peer.incarnation or link.broken():
+            link.close()
+        elif link.address != endpoint.address:
+            links.append(link)
+        else:
+            return link
+    return None

@@ -7,7 +7,7 @@
       │── Read / Write + payload ────────────────▶│
       │◀────────── Chunk + payload / Ack / Refusal│
 
-Headers are numbered. Under TLS the mac is empty; in the clear it is an HMAC-SHA256 under the session's key, so that
+Headers are numbered. Under TLS the mac is empty; in the clear it is a sum under the session's key (`Seal`), so that
 nothing of another connection can be replayed, nor of this one. In any case a layer of a block counts only when its
 xxh3_64 is the one in the header.
 
@@ -18,16 +18,14 @@ has what is filled of each (`Run.fill`), packed.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from halfmoon.store.pool.checksums import run_bytes
 from halfmoon.store.pool.segment import PoolView
 from halfmoon.store.transports.base import Run, Slice, joined, layer_bytes
+from halfmoon.store.transports.tcp.streams import Seal
 
 FRAME_BYTES = 512 * 1024
 
@@ -111,20 +109,18 @@ class Session:
     """The headers of one connection, as one end sees them. `key`: of their macs; b"": they need none."""
 
     def __init__(self, key: bytes, me: Literal["server", "client"]) -> None:
-        server, client = (key and hmac.digest(key, who, "sha256") for who in (b"server", b"client"))
-        self._mine, self._theirs = (server, client) if me == "server" else (client, server)
+        self._seal = Seal(key, b"link", server=me == "server") if key else None
         self._sent = self._received = 0
 
     def seal(self, header: AnyFrame) -> tuple[bytes, bytes]:
         """`(mac, header)`, numbered."""
         self._sent += 1
         raw = encode(msgspec.structs.replace(header, number=self._sent))
-        return hmac.digest(self._mine, raw, hashlib.sha256) if self._mine else b"", raw
+        return self._seal.make(raw) if self._seal is not None else b"", raw
 
     def open(self, mac: bytes, raw: bytes) -> AnyFrame:
         """Raises FrameInvalid for a header that the other end did not make, or made for another moment."""
-        due = hmac.digest(self._theirs, raw, hashlib.sha256) if self._theirs else b""
-        if not hmac.compare_digest(mac, due):
+        if mac if self._seal is None else not self._seal.genuine(raw, mac):
             raise FrameInvalid("wrong mac")
         header = decode(raw)
         self._received += 1
@@ -159,9 +155,3 @@ def split(
 def frame_bytes_max(view: PoolView) -> int:
     """No frame is longer, nor is a header."""
     return max(FRAME_BYTES, view.geometry.layer_block_bytes) + 65536
-
-
-def memory(view: PoolView, slot: int, first_layer: int, layers: int) -> memoryview:
-    """The bytes of a run of whole layers, flat, no copy."""
-    run: memoryview = run_bytes(view, slot, first_layer, layers).reshape(-1).data
-    return run

@@ -5,8 +5,6 @@ protocol. Each is served or refused and counted; no slot, hold or writer is left
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import random
 import struct
 import uuid
@@ -25,6 +23,7 @@ from halfmoon.store.pool.slots import Owner
 from halfmoon.store.transports.tcp import wire
 from halfmoon.store.transports.tcp.channel import FrameMissing
 from halfmoon.store.transports.tcp.service import TcpService
+from halfmoon.store.transports.tcp.streams import Seal
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.mutate import VALUES, mutated_bytes, mutated_json
 
@@ -122,7 +121,7 @@ def _numbered(raw: bytes, session: wire.Session) -> bytes:
 
 def genuine_mac(key: bytes, header: bytes) -> bytes:
     """As a caller makes it that has the session's key."""
-    return hmac.digest(hmac.digest(key, b"client", "sha256"), header, hashlib.sha256)
+    return Seal(key, b"link", server=False).make(header)
 
 
 class GivenFrames:
