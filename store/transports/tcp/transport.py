@@ -40,7 +40,7 @@ from halfmoon.store.transports.tcp.wire import RUNS_PER_MESSAGE, Session, frame_
 from halfmoon.store.transports.topology import Topology
 
 LINK_THREADS = 8
-#: Up to here a move is one exchange on the event loop (some 60 µs), beyond it is for a thread.
+#: Up to here a move is one exchange on the event loop, beyond it is for a thread.
 SMALL_BYTES = 32 * 1024
 Work = Callable[[TcpLink, StallTimer], None]
 
