@@ -112,7 +112,7 @@ def _row_counts(engine: Engine) -> tuple[int, ...]:
 
 
 def _products_of(engine: Engine) -> Callable[[slice], list[Tensor]]:
-    """Of some rows of a group that is always the same: what a few layers make of them, and the logits."""
+    """A function of some rows of a group, which is always the same: what a few layers make of them, and the logits."""
     model, rows = engine.transformer, engine.group_rows
     layers = model.layers[:: max(1, len(model.layers) // _LAYERS_TRIED)]
     draw = torch.Generator().manual_seed(1)

@@ -49,7 +49,8 @@ class TcpLink:
 
     def broken(self) -> bool:
         """True: the connection of an idle link has ended meanwhile."""
-        return self.closed if self._loop is not None else self._channel.broken()
+        # The loop that watches it may not have come to its end yet.
+        return self.closed or self._channel.broken()
 
     def enter(self, timer: StallTimer) -> None:
         """Hears the server's first message. Raises HolderUnreachable: it is another than was meant."""

@@ -139,21 +139,11 @@ def _shut(connection: socket.socket) -> None:
         return  # it has ended already
 
 
-def _poll(connection: socket.socket, readable: bool, writable: bool) -> bool:
+def _poll(connection: socket.socket, readable: bool, writable: bool, wait_ms: int = POLL_MS) -> bool:
     poller = select.poll()
     poller.register(connection, readable * select.POLLIN | writable * select.POLLOUT)
-    ready = poller.poll(POLL_MS)
+    ready = poller.poll(wait_ms)
     return bool(ready) and bool(ready[0][1] & ~select.POLLOUT)
-
-
-def _anything(connection: socket.socket) -> bool:
-    try:
-        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _wait_in_kernel(connection: socket.socket) -> None:
@@ -205,7 +195,7 @@ class PlainStream:
 
     def anything(self) -> bool:
         """Bytes are here, or the connection's end."""
-        return _anything(self._socket)
+        return _poll(self._socket, readable=True, writable=False, wait_ms=0)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -337,7 +327,7 @@ class TlsStream:
 
     def anything(self) -> bool:
         """Bytes are here, or the connection's end."""
-        return self.buffered() or _anything(self._socket)
+        return self.buffered() or _poll(self._socket, readable=True, writable=False, wait_ms=0)
 
     def fileno(self) -> int:
         return self._socket.fileno()
