@@ -45,7 +45,7 @@ from halfmoon.store.errors import (
     WrongSize,
 )
 from halfmoon.store.locate import find_holders, located
-from halfmoon.store.pool.checksums import block_sum
+from halfmoon.store.pool.checksums import block_sum, sums_of
 from halfmoon.store.pool.segment import PoolView, require_unchanged
 
 Array = npt.NDArray[np.uint8]
@@ -334,14 +334,7 @@ class StoreClient:
 
     def _sums(self, blocks: Sequence[Array]) -> list[int]:
         layers = self._door.view.geometry.layers
-        return [
-            block_sum(
-                np.array(
-                    [xxhash.xxh3_64_intdigest(layer.data) for layer in one.reshape(layers, -1)], np.uint64
-                )
-            )
-            for one in blocks
-        ]
+        return [block_sum(np.array(sums_of(one.data, layers), np.uint64)) for one in blocks]
 
     async def _copy(
         self, pairs: Sequence[tuple[Array, Array]], *, into: Sequence[int] = (), order_id: str = ""

@@ -17,8 +17,7 @@ Sums = npt.NDArray[np.uint64]
 
 def layer_sums(view: PoolView, slot: int) -> Sums:
     """u64 `[layers]` of the slot's bytes of now. xxhash lets go of the interpreter lock."""
-    blocks = view.blocks[slot]
-    return np.array([xxhash.xxh3_64_intdigest(layer.data) for layer in blocks], np.uint64)
+    return np.array(run_sums(view, slot, 0, view.geometry.layers), np.uint64)
 
 
 def run_sums(view: PoolView, slot: int, first_layer: int, layers: int, fill: int = 0) -> list[int]:

@@ -15,11 +15,10 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
 from halfmoon.schemas.events import Endpoint
 from halfmoon.store.errors import BytesCorrupted, HolderUnreachable, TransferError
-from halfmoon.store.pool.checksums import filled
+from halfmoon.store.pool.checksums import filled, run_sums
 from halfmoon.store.pool.segment import PoolView, SegmentError
 from halfmoon.store.transports.base import (
     Call,
@@ -161,9 +160,9 @@ class ShmTransport:
             raise HolderUnreachable(f"the agent of segment {remote.name} died")
 
     def _verify(self, remote: PoolView, item: Slice) -> None:
-        for layer in range(item.first_layer, item.first_layer + item.layers):
-            found = xxhash.xxh3_64_intdigest(self._view.layer_block(item.local_slot, layer).data)
-            if found != int(remote.sums[item.remote_slot, layer]):
+        found = run_sums(self._view, item.local_slot, item.first_layer, item.layers)
+        for layer, here in enumerate(found, start=item.first_layer):
+            if here != int(remote.sums[item.remote_slot, layer]):
                 raise BytesCorrupted(
                     f"layer {layer} of slot {item.remote_slot} in {remote.name} is not what was committed"
                 )

@@ -173,7 +173,9 @@ def test_bytes_that_are_not_what_was_committed_are_found(kind: str) -> None:
     tell(kind, story)
 
 
-def test_a_peer_that_is_gone_is_unreachable_however_much_time_there_is(kind: str) -> None:
+def test_a_link_that_ended_is_replaced_and_a_peer_that_is_gone_is_unreachable_however_much_time_there_is(
+    kind: str,
+) -> None:
     async def story(one: Side, two: Side) -> None:
         theirs, mine = two.stored(1), one.reserved(1)
         items = [Slice(mine[0], theirs[0], 0, 4)]

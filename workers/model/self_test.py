@@ -7,8 +7,8 @@ So are products of fewer rows. Padded to a whole group, those of one sequence ta
 add up a product of fewer rows in another order, and does so for some shapes only: AVX-512 kernels of oneDNN for one row
 of 1,536 inputs in f32, but not for two. The numbers of rows that change no bit are found out here.
 
-Fewer rows may take longer all the same: on AMD's Zen 4 a step whose products have one row takes 1.2 times that of four
-to six, and one of two rows 1.3 times. So the numbers are timed as well, in fast numerics too, where any will do.
+Fewer rows may take longer all the same: on AMD's Zen 4 a step's products in f32 take 1.2 times as long with one row as
+with four to six, and 1.3 times with two. So the numbers are timed as well, in fast numerics too, where any will do.
 """
 
 from __future__ import annotations

@@ -140,9 +140,6 @@ class TcpChannel:
         # The sender chooses the size.
         if size > SMALL_BYTES_MAX:
             raise ConnectionBroken(f"a header of {size} bytes", "malformed")
-        if size <= self._end - self._start:
-            self._start += size
-            return bytes(self._scratch[self._start - size : self._start])
         frame = bytearray(size)
         self._fill(memoryview(frame))
         return bytes(frame)
