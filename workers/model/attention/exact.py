@@ -20,12 +20,11 @@ from halfmoon.workers.model.attention.states import Partial, StateStack
 
 @dataclass(slots=True)
 class ExactPlan(Plan):
-    """The runs of past segments of each sequence, and for one query each the room for their states."""
+    """The runs of past segments of each sequence."""
 
     runs: StepRuns = field(default_factory=StepRuns)
     parts: int = 0
     """The most past segments of a sequence."""
-    states: StateStack | None = None
     elsewhere: Elsewhere | None = None
     """Its queries are one of each sequence, or a chunk of one sequence."""
 
@@ -84,12 +83,12 @@ class ExactAttention(Attention):
         self, tables: Sequence[Sequence[int]], query_tokens: Sequence[int], context_tokens: Sequence[int]
     ) -> ExactPlan:
         whole = self._base.plan(tables, query_tokens, context_tokens)
-        plan = ExactPlan(
-            whole.query_tokens, whole.context_tokens, whole.tables, whole.first_rows, whole.indices
-        )
+        plan = ExactPlan(whole.query_tokens, whole.sequences)
         pasts = [context - count for count, context in zip(query_tokens, context_tokens, strict=True)]
-        for row, (table, past) in enumerate(zip(plan.tables, pasts, strict=True)):
-            plan.runs.items += runs_of(row, table, past, self.segment_tokens, self.block_tokens, self.device)
+        for row, (sequence, past) in enumerate(zip(plan.sequences, pasts, strict=True)):
+            plan.runs.items += runs_of(
+                row, sequence.blocks, past, self.segment_tokens, self.block_tokens, self.device
+            )
             plan.parts = max(plan.parts, -(-past // self.segment_tokens))
         return plan
 
@@ -104,7 +103,7 @@ class ExactAttention(Attention):
         for i, count in enumerate(plan.query_tokens):
             own = slice(row, row + count)
             state = self._base.partial(q[own], k[own], v[own], causal=True)
-            parts = -(-(plan.context_tokens[i] - count) // self.segment_tokens)
+            parts = -(-(plan.sequences[i].tokens - count) // self.segment_tokens)
             if parts:
                 states = StateStack(parts + 1, count, q.shape[1], q.shape[2], q.device)
                 past = [run for run in plan.runs.items if run.row == i]

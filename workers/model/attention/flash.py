@@ -54,7 +54,7 @@ class FlashAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
         tables, lengths = self._device_plan(plan)
-        sequences = len(plan.tables)
+        sequences = len(plan.sequences)
         rows = sum(plan.query_tokens)
         if rows == sequences:
             o = self._with_kvcache(
@@ -139,6 +139,8 @@ class FlashAttention(Attention):
         others.
         """
         if plan.device_tables is None or plan.device_lengths is None:
-            plan.device_tables = self._padded(plan.tables)
-            plan.device_lengths = torch.tensor(plan.context_tokens, dtype=torch.int32, device=self.device)
+            plan.device_tables = self._padded([run.blocks for run in plan.sequences])
+            plan.device_lengths = torch.tensor(
+                [run.tokens for run in plan.sequences], dtype=torch.int32, device=self.device
+            )
         return plan.device_tables, plan.device_lengths
