@@ -18,6 +18,7 @@ from clusters import finish, parsed, parser, spread
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import load_model
 from halfmoon.workers.model.self_test import trial_of
+from halfmoon.workers.model.transformer import Transformer
 
 BLOCK_TOKENS, PROMPT_TOKENS, CONTEXT_TOKENS, FAST_CHUNK_TOKENS = 256, 2048, 1000, 1024
 
@@ -57,8 +58,12 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for dtype in (torch.float32, torch.bfloat16):
         model = load_model("smollm2-135m-instruct", dtype=dtype)
+        # Of weights packed twice, each in pages of its own, one set may be read up to 10 % faster than the other.
+        packed = Transformer(model.config, model.weights)
         engines = {
-            name: Engine(model, num_blocks=64, block_tokens=BLOCK_TOKENS, exact=name != "fast")
+            name: Engine(
+                model, num_blocks=64, block_tokens=BLOCK_TOKENS, exact=name != "fast", transformer=packed
+            )
             for name in ("exact", "fast", "whole")
         }
         for name in ("exact", "fast"):

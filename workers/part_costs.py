@@ -85,7 +85,7 @@ def _attention_step(engine: Any, blocks: Sequence[int], rows: int, tokens: int) 
         start = row * need % (len(blocks) - need + 1)
         table = list(blocks[start : start + need])
         runs.items += runs_of(row, table, tokens, attention.segment_tokens, cache.block_tokens, cache.device)
-    parts = -(-tokens // attention.segment_tokens) + 1
+    parts = -(-tokens // attention.segment_tokens)
     query = torch.full((rows, config.heads, config.head_dim), 0.01, dtype=engine.dtype)
     new = torch.full((rows, config.kv_heads, config.head_dim), 0.01, dtype=engine.dtype)
 

@@ -120,7 +120,7 @@ def test_states_that_were_computed_elsewhere_merge_to_the_same_bits(
     past = CONTEXTS[member] - 1
     expected = served.attended(attention, [member], list(range(BLOCKS)))[0]
     starts = list(range(0, past, SEGMENT))
-    states = StateStack(len(starts) + 1, 1, HEADS, DIM, CPU)
+    states = StateStack(len(starts), 1, HEADS, DIM, CPU)
     q = served.queries[member].unsqueeze(0)
     own_token(q, served.keys[member][-1:], served.values[member][-1:], states)
     for place in (2, 0, 1):

@@ -121,7 +121,7 @@ class Case:
         tails.new.copy_(self.own[:, split])
         assert tails.merge(QUERY) is None
         counts = [-(-tokens // self.segment) for _, tokens in ends]
-        states = StateStack(max(counts) + 2, len(split), self.heads, DIM, CPU)
+        states = StateStack(max(counts) + 1, len(split), self.heads, DIM, CPU)
         states.out[0], states.lse[0] = lent.out[:, 0].float(), lent.states.lse[:, 0]
         assert tails._states is not None
         begin = 0

@@ -134,7 +134,7 @@ class HeldCaches:
         parts = max(-(-tokens // self._segment_tokens) for tokens in self._tokens)
         for row in range(self.rows):
             self._runs.items += self._past(row)
-        return StateStack(parts + 1, self.rows, *self._shape, self._cache.device)
+        return StateStack(parts, self.rows, *self._shape, self._cache.device)
 
     def _past(self, row: int, *, part: int = 0, column: int | None = None) -> list[SegmentRun]:
         """The runs of a row."""

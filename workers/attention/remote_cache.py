@@ -120,7 +120,7 @@ class RemoteCache(RemotePlaces, CacheElsewhere):
                 one.states = StatesComing(segments, self._config, self._dtype)
         for row in self._columns:
             most = max(most, -(-self.lengths[row] // self._segment_tokens))
-        self._states = StateStack(most + 1, rows, heads, head_dim, self._query.device)
+        self._states = StateStack(most, rows, heads, head_dim, self._query.device)
 
     def tell(self, k: Tensor, v: Tensor) -> None:
         for one in self._lists:

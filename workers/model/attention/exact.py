@@ -1,7 +1,7 @@
 """Exact mode's attention: the canonical split, whose bits do not depend on where a sequence's KV lies.
 
-Attention of a row is always the merge, in order, of the states over fixed segments of the tokens before it, and last
-the state over the row's own chunk (in decode: its own token). A state is computed alone, here or at a worker elsewhere
+Attention of a row is always the merge, in order, of the state over the row's own chunk (in decode: its own token) and
+those over fixed segments of the tokens before it. A state is computed alone, here or at a worker elsewhere
 that holds the segment. So a sequence may be spread over any number of places, in whole segments, and its logits keep
 their bits. The own chunk stands apart because its keys come later than its query (Lamina, arXiv 2405.01814, section
 4.2.2): attention to cached tokens need not wait for them.
@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import torch
 
 from halfmoon.workers.model.attention.kernel import Attention, LayerCache, Plan, StepRuns, Tensor, runs_of
 from halfmoon.workers.model.attention.states import Partial, StateStack
@@ -105,10 +107,11 @@ class ExactAttention(Attention):
             state = self._base.partial(q[own], k[own], v[own], causal=True)
             parts = -(-(plan.sequences[i].tokens - count) // self.segment_tokens)
             if parts:
-                states = StateStack(parts + 1, count, q.shape[1], q.shape[2], q.device)
+                states = StateStack(parts, count, q.shape[1], q.shape[2], q.device)
                 past = [run for run in plan.runs.items if run.row == i]
                 self._base.chunk_states(q[own], cache.k, cache.v, past, states)
-                states.out[-1], states.lse[-1] = state.out, state.lse
+                states.own_out = state.out.unsqueeze(2)
+                states.own_lse.copy_(state.lse)
                 if plan.elsewhere is not None:
                     plan.elsewhere.collect(states)
                 out[own] = states.merged()
@@ -119,7 +122,7 @@ class ExactAttention(Attention):
     def begin(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: ExactPlan) -> None:
         """Attention of one query of each sequence, as far as it is computed here; `finish` is the rest."""
         if plan.states is None:
-            plan.states = StateStack(plan.parts + 1, q.shape[0], q.shape[1], q.shape[2], q.device)
+            plan.states = StateStack(plan.parts, q.shape[0], q.shape[1], q.shape[2], q.device)
         self._base.segment_states(q, cache.k, cache.v, plan.runs, plan.states)
         own_token(q, k, v, plan.states)
 
@@ -140,9 +143,9 @@ class ExactAttention(Attention):
 
 
 def own_token(q: Tensor, k: Tensor, v: Tensor, states: StateStack) -> None:
-    """The state of each row over its own token alone, as the last part: its value, and the one score."""
+    """The state of each row over its own token alone: its value, and the one score. `v` is read by the merge."""
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     products = q.view(rows, kv_heads, heads // kv_heads, dim).float() * k.float().unsqueeze(2)
-    states.lse[-1] = products.sum(-1).mul_(dim**-0.5).view(rows, heads)
-    states.out[-1].view(rows, kv_heads, heads // kv_heads, dim).copy_(v.unsqueeze(2))
+    torch.sum(products, -1, out=states.own_lse.view(products.shape[:-1])).mul_(dim**-0.5)
+    states.own_out = v.unsqueeze(2)

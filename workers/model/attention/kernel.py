@@ -276,8 +276,8 @@ class SdpaAttention(Attention):
         # All at once: a write costs more calls than bytes.
         parts, columns = runs.device
         grouped = states.out.view(*states.out.shape[:2], kv_heads, group, dim)
-        grouped[parts, columns] = torch.cat(outs)[:, :, :group].float()
-        states.lse.view(grouped.shape[:-1])[parts, columns] = torch.cat(lses)[:, :, :group]
+        grouped[parts, columns] = _joined(outs)[:, :, :group].float()
+        states.lse.view(grouped.shape[:-1])[parts, columns] = _joined(lses)[:, :, :group]
 
     def _state_places(self, runs: StepRuns) -> tuple[Tensor, Tensor]:
         """Part and column of each segment, int64."""
@@ -342,6 +342,10 @@ def _padded(q: Tensor) -> Tensor:
     """
     missing = _QUERY_ROWS_MIN - q.shape[-2]
     return q if missing <= 0 else torch.nn.functional.pad(q, (0, 0, 0, missing))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _ReadAhead:

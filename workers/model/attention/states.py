@@ -43,7 +43,8 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 class StateStack:
-    """States of the same rows over disjoint keys, one upon the other in the order in which they merge.
+    """States of the same rows over disjoint keys: over each row's own keys, and over parts of its past, one upon the
+    other in the order in which they are added.
 
     `out` is f32 `[parts, rows, heads, head_dim]`, `lse` f32 `[parts, rows, heads]`. Each attention writes its part
     there. A part that is not written stays neutral, so rows may have fewer parts than others: the bits of a row do not
@@ -52,16 +53,27 @@ class StateStack:
 
     def __init__(self, parts: int, rows: int, heads: int, head_dim: int, device: torch.device) -> None:
         self.out = torch.zeros(parts, rows, heads, head_dim, device=device)
-        self.lse = torch.full((parts, rows, heads), float("-inf"), device=device)
+        self._lses = torch.full((parts + 1, rows, heads), float("-inf"), device=device)
+        self.lse = self._lses[:-1]
+        self.own_lse = self._lses[-1]
+        """Over the own keys, of which every row has one: f32 `[rows, heads]`."""
+        self.own_out: Tensor | None = None
+        """`[rows, groups, 1, head_dim]`: one result for all query heads of a group, which may be one head."""
 
     def merged(self) -> Tensor:
-        """f32 `[rows, heads, head_dim]`. Every row has a key in some part. Uses up the content of `out`."""
-        weights = (self.lse - self.lse.amax(0)).exp_()
-        weighted = self.out.mul_(weights.unsqueeze(-1))
-        # One addition after the other, in order: how a sum over a dimension is grouped is the library's affair. The
-        # zero comes first because adding it turns -0 into 0, which a neutral part would do to some batches only.
-        total, out = weights[0], weighted[0].add_(0.0)
-        for part in range(1, weights.shape[0]):
-            total.add_(weights[part])
-            out.add_(weighted[part])
-        return out.div_(total.unsqueeze(-1))
+        """f32 `[rows, heads, head_dim]`. Uses up the content of `out`."""
+        assert self.own_out is not None, "no state over the own keys"
+        exps = (self._lses - self._lses.amax(0)).exp_()
+        # One addition after the other, in order: how a sum over a dimension is grouped is the library's affair. And
+        # none that multiplies as well: whether it rounds once or twice may depend on where a value stands.
+        *parts, total = exps.unbind()
+        for part in parts:
+            total = total + part
+        weights = exps / total
+        rows, groups, _, head_dim = self.own_out.shape
+        own = self.own_out.float() * weights[-1].view(rows, groups, -1, 1)
+        # Zero is added because that turns -0 into 0, which a neutral part would do to some batches only.
+        out = own.view(rows, -1, head_dim).add_(0.0)
+        for weighted in self.out.mul_(weights[:-1].unsqueeze(-1)).unbind():
+            out.add_(weighted)
+        return out
