@@ -116,17 +116,19 @@ class FlashAttention(Attention):
 
     def _segment_tables(self, runs: StepRuns) -> tuple[Tensor, ...]:
         """Each segment's row, part and column, int64, its blocks `[segments, blocks]` and tokens, int32."""
-        rows, parts, columns, tables, lengths = [], [], [], [], []
+        rows, tables, lengths = [], [], []
         for run in runs.items:
             blocks = -(-run.tokens // self.block_tokens)
             for i in range(run.segments):
                 rows.append(run.row)
-                parts.append(run.part + i)
-                columns.append(run.column)
                 tables.append(run.blocks[i * blocks : (i + 1) * blocks])
                 lengths.append(run.tokens)
-        long = [torch.tensor(each, dtype=torch.int64, device=self.device) for each in (rows, parts, columns)]
-        return (*long, self._padded(tables), torch.tensor(lengths, dtype=torch.int32, device=self.device))
+        return (
+            torch.tensor(rows, device=self.device),
+            *runs.places(self.device),
+            self._padded(tables),
+            torch.tensor(lengths, dtype=torch.int32, device=self.device),
+        )
 
     def _padded(self, tables: list[list[int]]) -> Tensor:
         """`[sequences, blocks]`, int32; places beyond a table are block 0, which is not read."""

@@ -64,6 +64,12 @@ class StepRuns:
     items: list[SegmentRun] = field(default_factory=list)
     device: tuple[Tensor, ...] | None = None
 
+    def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Part and column of the states of each segment, int64."""
+        parts = [run.part + i for run in self.items for i in range(run.segments)]
+        columns = [run.column for run in self.items for _ in range(run.segments)]
+        return torch.tensor(parts, device=device), torch.tensor(columns, device=device)
+
 
 @dataclass(slots=True)
 class Plan:
@@ -218,8 +224,8 @@ class SdpaAttention(Attention):
     """PyTorch alone. On CPU its private flash operator, which returns the log-sum-exp; elsewhere the public
     one.
 
-    Each sequence is computed at its exact length and without padding, so that its bits do not depend on the
-    batch or on where its blocks lie.
+    Each sequence is computed at its exact length and without padding of its keys, so that its bits do not depend
+    on the batch or on where its blocks lie.
     """
 
     name = "sdpa"
@@ -259,7 +265,7 @@ class SdpaAttention(Attention):
         if not runs.items:
             return
         if runs.device is None:
-            runs.device = self._state_places(runs)
+            runs.device = runs.places(self.device)
         kv_heads, (heads, dim) = k_cache.shape[2], q.shape[1:]
         group = heads // kv_heads
         queries = _padded(q.view(-1, kv_heads, group, dim)).unsqueeze(1).unbind()
@@ -278,12 +284,6 @@ class SdpaAttention(Attention):
         grouped = states.out.view(*states.out.shape[:2], kv_heads, group, dim)
         grouped[parts, columns] = _joined(outs)[:, :, :group].float()
         states.lse.view(grouped.shape[:-1])[parts, columns] = _joined(lses)[:, :, :group]
-
-    def _state_places(self, runs: StepRuns) -> tuple[Tensor, Tensor]:
-        """Part and column of each segment, int64."""
-        parts = [run.part + i for run in runs.items for i in range(run.segments)]
-        columns = [run.column for run in runs.items for _ in range(run.segments)]
-        return torch.tensor(parts, device=self.device), torch.tensor(columns, device=self.device)
 
     def _plain_segment_states(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
