@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -30,6 +32,7 @@ __all__ = [
     "ROOT",
     "bus_config",
     "cluster",
+    "cpu_by_process",
     "cpu_s",
     "family",
     "finish",
@@ -125,20 +128,38 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def cpu_s(pid: int) -> float:
-    """Processor time of the process and of all that descend from it."""
-    ticks = 0
+def cpu_by_process(pid: int) -> dict[str, float]:
+    """Processor time in seconds of the process and of all that descend from it, processes of one name together."""
+    ticks: dict[str, int] = {}
     for each in family(pid):
         fields = Path(f"/proc/{each}/stat").read_text().rpartition(") ")[2].split()
-        ticks += sum(map(int, fields[CPU_TICKS]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+        name = process_name(command_of(each))
+        ticks[name] = ticks.get(name, 0) + sum(map(int, fields[CPU_TICKS]))
+    return {name: taken / os.sysconf("SC_CLK_TCK") for name, taken in ticks.items()}
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of the process and of all that descend from it."""
+    return sum(cpu_by_process(pid).values())
+
+
+def command_of(pid: int) -> list[str]:
+    """The words that the process was started with."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\0").split("\0")
+
+
+def process_name(command: Sequence[str]) -> str:
+    """What a process is called in a table: its `--id` without the number, else its module, else its program."""
+    told = dict(itertools.pairwise(command))
+    if "--id" in told:
+        return re.sub(r"-\d+$", "", told["--id"])
+    return told.get("-m") or Path(command[0]).name
 
 
 def pid_of(up: int, name: str) -> int:
     """The process with that `--id` among those that descend from `up`."""
     for each in family(up):
-        words = Path(f"/proc/{each}/cmdline").read_bytes().decode().split("\0")
-        if ["--id", name] in [words[i : i + 2] for i in range(len(words))]:
+        if ("--id", name) in itertools.pairwise(command_of(each)):
             return each
     raise SystemExit(f"no process of {name}")
 

@@ -8,7 +8,8 @@ whose tokenizer both use. No two prompts begin alike, so nothing is found in a c
 A row is a kind of load. In each round both systems are loaded for `--seconds`, in a closed loop over `connections`
 that are kept; the ratio is of one round. The client shares the cores with both: it prepares bodies from ready bytes and
 looks for the end of an answer alone. `cpu_ms` is the processor time that all processes of a system took for a request,
-`cores` what they took of the machine: a system that leaves much of it idle waits for something else.
+`cpu_ms_of` that of each kind of process; `cores` is what they took of the machine: a system that leaves much of it idle
+waits for something else.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import uvloop
-from clusters import cluster, cpu_s, finish, parsed, parser
+from clusters import cluster, cpu_by_process, finish, parsed, parser
 
 from halfmoon.bus.embedded import free_port
 
@@ -183,18 +184,31 @@ async def _run(http: str, load: Load, requests: Iterator[bytes], seconds: float)
     return sum(one.answers for one in connections), [ms for one in connections for ms in one.first_ms]
 
 
-def measured(system: System, load: Load, requests: Iterator[bytes], seconds: float) -> dict[str, float]:
-    before = cpu_s(system.root)
+class Measured(NamedTuple):
+    """One system in one round. `cpu_ms_of`: milliseconds of CPU a request by the process's name."""
+
+    figures: dict[str, float]
+    cpu_ms_of: dict[str, float]
+
+
+def measured(system: System, load: Load, requests: Iterator[bytes], seconds: float) -> Measured:
+    before = cpu_by_process(system.root)
     answers, first_ms = uvloop.run(_run(system.http, load, requests, seconds))
-    used_s = cpu_s(system.root) - before
     if not answers:
         raise SystemExit(f"{system.name} answered nothing of {load} in {seconds} s")
-    return {
+    used_s = {name: taken - before.get(name, 0.0) for name, taken in cpu_by_process(system.root).items()}
+    figures = {
         "requests_per_s": answers / seconds,
         "first_ms": statistics.median(first_ms),
-        "cpu_ms": used_s / answers * 1e3,
-        "cores": used_s / seconds,
+        "cpu_ms": sum(used_s.values()) / answers * 1e3,
+        "cores": sum(used_s.values()) / seconds,
     }
+    return Measured(figures, {name: taken / answers * 1e3 for name, taken in used_s.items()})
+
+
+def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The median of each field."""
+    return {field: round(statistics.median(row[field] for row in rows), 2) for field in rows[0]}
 
 
 @contextlib.contextmanager
@@ -250,19 +264,22 @@ def rounds_of(systems: list[System], load: Load, words: Words, rounds: int, seco
     counted = [checked(system, load, next(words.bodies(load, -1))) for system in systems]
     if counted[0] != counted[1]:
         raise SystemExit(f"{load}: the systems count {counted}")
-    found: dict[str, list[dict[str, float]]] = {system.name: [] for system in systems}
+    found: dict[str, list[Measured]] = {system.name: [] for system in systems}
     seeds = itertools.count()
     for turn in range(rounds):
         # Who is first changes: what the one leaves warm or busy meets both alike.
         for system in systems if turn % 2 else reversed(systems):
             found[system.name].append(measured(system, load, words.bodies(load, next(seeds)), seconds))
     ratios = [
-        ours["requests_per_s"] / theirs["requests_per_s"]
+        ours.figures["requests_per_s"] / theirs.figures["requests_per_s"]
         for ours, theirs in zip(found["halfmoon"], found["dynamo"], strict=True)
     ]
     row: dict[str, Any] = {**load._asdict(), **counted[0]}
     for name, each in found.items():
-        row[name] = {field: round(statistics.median(one[field] for one in each), 2) for field in each[0]}
+        row[name] = {
+            **medians([one.figures for one in each]),
+            "cpu_ms_of": medians([one.cpu_ms_of for one in each]),
+        }
     row["ratio"] = round(statistics.median(ratios), 3)
     row["ratio_min"], row["ratio_max"] = round(min(ratios), 3), round(max(ratios), 3)
     return row

@@ -184,6 +184,18 @@ def _dynamo_edge(result: Result) -> str:
     return f"{at(32)} at 32 connections, {at(1)} at one"
 
 
+def _cpu_by_process(result: Result) -> str:
+    row = next(
+        row for row in result["rows"] if (row["kind"], row["tokens"], row["connections"]) == ("ids", 128, 32)
+    )
+
+    def of(name: str) -> str:
+        parts = sorted(row[name]["cpu_ms_of"].items(), key=lambda part: -part[1])
+        return f"{name} " + ", ".join(f"{process} {ms:.2f}" for process, ms in parts if ms)
+
+    return f"{of('halfmoon')}; {of('dynamo')}"
+
+
 def _cpu_engines(result: Result) -> str:
     def at(dtype: str) -> str:
         # An engine that was not there has no type.
@@ -256,6 +268,11 @@ ROWS = (
         "requests/s over HTTP, streamed, to NVIDIA Dynamo's, neither computing, by turns: ten kinds of load",
         "dynamo_edge.json",
         _dynamo_edge,
+    ),
+    Row(
+        "ms of CPU a request of 128 token ids at 32 connections, by kind of process",
+        "dynamo_edge.json",
+        _cpu_by_process,
     ),
     Row(
         "exact numerics to the fastest of vLLM, transformers and llama.cpp on one core with AVX-512, time: first token "
