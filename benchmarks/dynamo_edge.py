@@ -169,7 +169,9 @@ class System(NamedTuple):
     root: int
 
 
-async def _run(http: str, load: Load, requests: Iterator[bytes], seconds: float) -> tuple[int, list[float]]:
+async def run_load(
+    http: str, load: Load, requests: Iterator[bytes], seconds: float
+) -> tuple[int, list[float]]:
     address = urlsplit(http)
     until = time.monotonic() + seconds
     made = [
@@ -193,7 +195,7 @@ class Measured(NamedTuple):
 
 def measured(system: System, load: Load, requests: Iterator[bytes], seconds: float) -> Measured:
     before = cpu_by_process(system.root)
-    answers, first_ms = uvloop.run(_run(system.http, load, requests, seconds))
+    answers, first_ms = uvloop.run(run_load(system.http, load, requests, seconds))
     if not answers:
         raise SystemExit(f"{system.name} answered nothing of {load} in {seconds} s")
     used_s = {name: taken - before.get(name, 0.0) for name, taken in cpu_by_process(system.root).items()}

@@ -20,6 +20,7 @@ NOT_IN_BENCH = {
     "structure": "counts what another checkout and this one are built of, of which `make bench` has one",
     "turns": "measures another checkout and this one by turns, of which `make bench` has one",
     "experiments": "`make experiments`",
+    "flames": "needs another checkout and a py-spy, which is not installed here",
     "cpu_engines": "needs engines that are not installed here, `make bench-cpu-engines`",
     "engine_ends": "an end of cpu_engines.py, run by the interpreter that has the engine",
     "dynamo_edge": "needs a Dynamo that is not installed here, `make bench-dynamo`",
@@ -34,7 +35,9 @@ NOT_IN_BENCH = {
 #: What measures nothing by itself, or, as the experiments do, on no clock.
 NO_SHORT_FORM = {"engine_ends", "experiments", "figures", "mooncake_store", "workloads"}
 #: What runs nowhere but where somebody installed more.
-NEEDS_MORE = {"cpu_engines", "dynamo_edge", "engine_routing", "vllm_pair", "vllm_router", "vllm_tier"}
+NEEDS_MORE = {
+    "cpu_engines", "dynamo_edge", "engine_routing", "flames", "vllm_pair", "vllm_router", "vllm_tier",
+}  # fmt: skip
 
 
 def named(variable: str) -> list[str]:
