@@ -89,8 +89,8 @@ class FlashAttention(Attention):
         if not runs.items:
             return
         if runs.device is None:
-            runs.device = self._segment_tables(runs)
-        rows, parts, columns, tables, lengths = runs.device
+            runs.device = self._segment_tables(runs, states)
+        rows, places, tables, lengths = runs.device
         o, lse = self._with_kvcache(
             q[rows].unsqueeze(1),
             k_cache,
@@ -101,8 +101,7 @@ class FlashAttention(Attention):
             num_splits=1,
             return_softmax_lse=True,
         )
-        states.out[parts, columns] = o.squeeze(1).float()
-        states.lse[parts, columns] = lse.squeeze(2).float()
+        states.write(places, o.squeeze(1), lse.squeeze(2))
 
     def partial(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
         if k.shape[0] == 0:
@@ -114,8 +113,8 @@ class FlashAttention(Attention):
         )
         return Partial(out, lse.t().float())
 
-    def _segment_tables(self, runs: StepRuns) -> tuple[Tensor, ...]:
-        """Each segment's row, part and column, int64, its blocks `[segments, blocks]` and tokens, int32."""
+    def _segment_tables(self, runs: StepRuns, states: StateStack) -> tuple[Tensor, ...]:
+        """Each segment's row and its state's place, int64, its blocks `[segments, blocks]` and tokens, int32."""
         rows, tables, lengths = [], [], []
         for run in runs.items:
             blocks = -(-run.tokens // self.block_tokens)
@@ -125,7 +124,7 @@ class FlashAttention(Attention):
                 lengths.append(run.tokens)
         return (
             torch.tensor(rows, device=self.device),
-            *runs.places(self.device),
+            runs.places(states),
             self._padded(tables),
             torch.tensor(lengths, dtype=torch.int32, device=self.device),
         )

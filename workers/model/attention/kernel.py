@@ -64,11 +64,11 @@ class StepRuns:
     items: list[SegmentRun] = field(default_factory=list)
     device: tuple[Tensor, ...] | None = None
 
-    def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Part and column of the states of each segment, int64."""
-        parts = [run.part + i for run in self.items for i in range(run.segments)]
-        columns = [run.column for run in self.items for _ in range(run.segments)]
-        return torch.tensor(parts, device=device), torch.tensor(columns, device=device)
+    def places(self, states: StateStack) -> Tensor:
+        """Where each segment's state is written, int64."""
+        columns = states.lse.shape[1]
+        places = [(run.part + i) * columns + run.column for run in self.items for i in range(run.segments)]
+        return torch.tensor(places, device=states.lse.device)
 
 
 @dataclass(slots=True)
@@ -265,7 +265,7 @@ class SdpaAttention(Attention):
         if not runs.items:
             return
         if runs.device is None:
-            runs.device = runs.places(self.device)
+            runs.device = (runs.places(states),)
         kv_heads, (heads, dim) = k_cache.shape[2], q.shape[1:]
         group = heads // kv_heads
         queries = _padded(q.view(-1, kv_heads, group, dim)).unsqueeze(1).unbind()
@@ -280,10 +280,8 @@ class SdpaAttention(Attention):
             outs.append(o)
             lses.append(lse)
         # All at once: a write costs more calls than bytes.
-        parts, columns = runs.device
-        grouped = states.out.view(*states.out.shape[:2], kv_heads, group, dim)
-        grouped[parts, columns] = _joined(outs)[:, :, :group].float()
-        states.lse.view(grouped.shape[:-1])[parts, columns] = _joined(lses)[:, :, :group]
+        (places,) = runs.device
+        states.write(places, _joined(outs)[:, :, :group], _joined(lses)[:, :, :group])
 
     def _plain_segment_states(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack

@@ -60,6 +60,13 @@ class StateStack:
         self.own_out: Tensor | None = None
         """`[rows, groups, 1, head_dim]`: one result for all query heads of a group, which may be one head."""
 
+    def write(self, places: Tensor, out: Tensor, lse: Tensor) -> None:
+        """One state a place, which is part * rows + row: `out` `[places, heads, head_dim]`, `lse` `[places, heads]`.
+        The heads may lie in groups.
+        """
+        self.out.view(-1, *out.shape[1:]).index_copy_(0, places, out.float())
+        self.lse.view(-1, *lse.shape[1:]).index_copy_(0, places, lse.float())
+
     def merged(self) -> Tensor:
         """f32 `[rows, heads, head_dim]`. Uses up the content of `out`."""
         assert self.own_out is not None, "no state over the own keys"
