@@ -8,6 +8,8 @@
 #   make test-delays        environment with tools, then the default tests while some steps of every process, task and thread,
 #                           and some data of the bus, are late by up to a second (HALFMOON_TEST_DELAYS in a hundred; 3)
 #   make test-attention     environment with tools, then clusters that lend, move KV and have attention workers, some killed
+#   make test-kernels       environment with tools, then what exact numerics promise, once for each of KERNELS that a start
+#                           may find: those of older CPUs, and of a torch without its private operators
 #   make test-clocks        environment with tools, then a real cluster whose clocks are set by hours and whose processes stop
 #                           for a minute each (needs a C compiler)
 #   make test-vllm          environment with tools, then the same 498 requests to a real vLLM and to a cluster, compared (HALFMOON_VLLM
@@ -69,7 +71,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-delays test-attention test-clocks test-vllm test-vllm-tier test-vllm-fleet test-gateway test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-cpu-engines bench-dynamo bench-vllm-router bench-engine-routing bench-vllm-tier bench-vllm-pair experiments experiments-check nightly golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-delays test-attention test-kernels test-clocks test-vllm test-vllm-tier test-vllm-fleet test-gateway test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-cpu-engines bench-dynamo bench-vllm-router bench-engine-routing bench-vllm-tier bench-vllm-pair experiments experiments-check nightly golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -102,10 +104,20 @@ test-slow: $(DEV_STAMP)
 	HALFMOON_TEST_EXAMPLES=all $(BIN)/python -m pytest -n 2 -o faulthandler_timeout=1000 -m "slow or hypothesis" $(ARGS)
 
 test-delays: $(DEV_STAMP)
-	HALFMOON_TEST_DELAYS=$${HALFMOON_TEST_DELAYS:-3} PYTHONPATH=$(CURDIR)/tests/delays $(BIN)/python -m pytest -n $(PROCESSES) $(ARGS)
+	HALFMOON_TEST_DELAYS=$${HALFMOON_TEST_DELAYS:-3} PYTHONPATH=$(CURDIR)/tests/injected $(BIN)/python -m pytest -n $(PROCESSES) $(ARGS)
 
 test-attention: $(DEV_STAMP)
 	HALFMOON_TEST_ATTENTION=1 $(BIN)/python -m pytest -o faulthandler_timeout=1000 -m slow tests/cluster/test_attention_workers.py tests/cluster/test_moves.py tests/cluster/test_lending.py $(ARGS)
+
+KERNELS := plain f32 public whole avx2 sse
+KERNEL_TESTS := $(addprefix tests/workers/test_,exactness.py attention_exact.py mixed_iterations.py pooled_segments.py remote_segments.py remote_cache.py split_cache.py moved_segments.py stages.py) tests/cluster/test_same_text.py::test_bf16_gives_the_same_bits_in_all_ways
+# What a start measured with other kernels is not read: a cache folder for each.
+test-kernels: $(DEV_STAMP)
+	@status=0; for kernel in $(KERNELS); do \
+	  echo "kernel $$kernel"; \
+	  HALFMOON_TEST_KERNEL=$$kernel PYTHONPATH=$(CURDIR)/tests/injected XDG_CACHE_HOME=$(CURDIR)/build/kernels/$$kernel \
+	    $(BIN)/python -m pytest -n 2 -m "" $(KERNEL_TESTS) $(ARGS) || status=1; \
+	done; exit $$status
 
 test-clocks: $(DEV_STAMP)
 	HALFMOON_TEST_CLOCKS=1 $(BIN)/python -m pytest -m slow tests/cluster/test_clocks.py $(ARGS)

@@ -76,7 +76,7 @@ PROGRAMS = {
     "tests/chaos/live_faults.py": "faults arrive by chance, and last",
     "tests/chaos/live_load.py": "clients of a long load leave, and come back after a refusal",
     "tests/chaos/live_watch.py": "memory is sampled over hours",
-    "tests/delays/sitecustomize.py": "what the world may delay is late",
+    "tests/injected/halfmoon_delays.py": "what the world may delay is late",
     "tests/store/soak.py": "an agent looks at its books each second for hours",
 }
 

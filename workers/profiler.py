@@ -7,6 +7,7 @@ weights, measures its attention alone (`attention_profile`).
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from halfmoon.workers.part_costs import attention_times, with_parts
 _QUICK_BUDGET_S = 2.0
 #: Sequences of the step against which a profile is held.
 _CHECKED_ROWS = 4
+#: Variables that keep PyTorch and oneDNN from a part of the CPU's instructions: other kernels, other bits.
+_INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 #: Of an attention worker's cache.
 _ATTENTION_BLOCKS = 16
 
@@ -190,10 +193,13 @@ def attention_profile(engine: AttentionEngine, *, budget_s: float = _QUICK_BUDGE
 
 
 def _cpu_name() -> str:
-    """The kind of CPU as the kernel names it, with its instruction set: on virtual machines names alone are vague."""
+    """The kind of CPU as the kernel names it, with its instruction set: on virtual machines names alone are vague. And
+    what the environment leaves of that set.
+    """
+    left = [f"{name}={os.environ[name]}" for name in _INSTRUCTIONS if os.environ.get(name)]
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
+        return " ".join([platform.processor() or platform.machine(), *left])
     wanted = {line.split(":", 1)[0].strip(): line for line in reversed(lines) if ":" in line}
-    return " ".join(wanted.get(field, "") for field in ("model name", "flags", "Features"))
+    return " ".join([*(wanted.get(field, "") for field in ("model name", "flags", "Features")), *left])

@@ -1,23 +1,22 @@
 """Delays where the world may have them, for `make test-delays`: races that a quiet machine never shows become common.
 
-Python loads this file in every process whose PYTHONPATH has the folder. With HALFMOON_TEST_DELAYS set to a number,
-that many in a hundred of these are late by a random time: the first step of a process of ours (and of one that is
-forked), of a task, of a thread and of work handed to one, data that comes from a stream or from the bus. None of it
-breaks a promise that Python, the kernel or NATS gives, so a test that fails has found a fault, or waits for the wrong
-thing.
+With HALFMOON_TEST_DELAYS set to a number, that many in a hundred of these are late by a random time: the first step of
+a process of ours (and of one that is forked), of a task, of a thread and of work handed to one, data that comes from a
+stream or from the bus. None of it breaks a promise that Python, the kernel or NATS gives, so a test that fails has found
+a fault, or waits for the wrong thing.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
-import sys
 import time
 from _random import Random  # without what `random` imports: some tests count modules
 from typing import TYPE_CHECKING, Any
 
+from halfmoon_after_import import after_import
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine
     from types import ModuleType
 
 START_S = 1.0
@@ -120,7 +119,6 @@ def _client(module: ModuleType) -> None:
     module.DirectClient._read_at_once = later
 
 
-#: What is done to a module once it has been executed. Nothing is imported for it: some tests look at imports.
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "asyncio.streams": _streams,
     "asyncio.tasks": _tasks,
@@ -129,25 +127,6 @@ _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "nats.aio.transport": _bus,
     "threading": _threads,
 }
-
-
-class _Changed:
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        change = _CHANGES.get(name)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if change else None
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_change(module: ModuleType) -> None:
-            execute(module)
-            assert change is not None
-            change(module)
-
-        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
-        return spec
 
 
 def _ours() -> bool:
@@ -162,9 +141,7 @@ def _forked() -> None:
 
 
 if _PART:
-    for _name in _CHANGES.keys() & sys.modules.keys():
-        _CHANGES[_name](sys.modules[_name])
-    sys.meta_path.insert(0, _Changed())
+    after_import(_CHANGES)
     if _ours():
         time.sleep(_late_s(START_S))
         os.register_at_fork(after_in_child=_forked)

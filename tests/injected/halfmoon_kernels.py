@@ -1,0 +1,63 @@
+"""Kernels that a start may find, for `make test-kernels`: other machines' choices are tried on this one.
+
+HALFMOON_TEST_KERNEL names one of `KERNELS`, which every process of a run then has. Exact numerics promise the same bits
+however a request is served whichever it is; the bits of two kernels are different ones.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from halfmoon_after_import import after_import
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    Changes = dict[str, Callable[[ModuleType], None]]
+
+LINEAR = "halfmoon.workers.model.linear"
+
+
+def _plain(module: Any) -> None:
+    module.Linear._pack = lambda *_: None
+
+
+def _in_f32(module: Any) -> None:
+    import torch
+
+    module.multiplies = lambda dtype: dtype == torch.float32
+
+
+def _public(module: Any) -> None:
+    make = module.SdpaAttention.__init__
+
+    def without_private_operator(*args: Any, private_op: bool = True) -> None:
+        make(*args, private_op=False)
+
+    module.SdpaAttention.__init__ = without_private_operator
+
+
+def _whole_groups(module: Any) -> None:
+    module.invariant_row_counts = lambda engine: (engine.group_rows,)
+
+
+def _instructions(capability: str, isa: str) -> dict[str, str]:
+    """What the libraries use at most of the CPU."""
+    return {"ATEN_CPU_CAPABILITY": capability, "ONEDNN_MAX_CPU_ISA": isa}
+
+
+#: Variables of the environment, and changes to modules.
+KERNELS: dict[str, tuple[dict[str, str], Changes]] = {
+    "plain": ({}, {LINEAR: _plain}),  # a torch without oneDNN's packed products
+    "f32": ({}, {LINEAR: _in_f32}),  # a CPU whose oneDNN has no products of bf16
+    "public": ({}, {"halfmoon.workers.model.attention.kernel": _public}),  # a torch without the private operator
+    "whole": ({}, {"halfmoon.workers.model.self_test": _whole_groups}),  # no smaller number of rows has the same bits
+    "avx2": (_instructions("avx2", "AVX2"), {}),
+    "sse": (_instructions("default", "SSE41"), {}),
+}
+
+_variables, _changes = KERNELS[os.environ["HALFMOON_TEST_KERNEL"]]
+os.environ.update(_variables)
+after_import(_changes)
