@@ -309,7 +309,8 @@ ROWS = (
         _turns,
     ),
     Row("replay of a log, one core", "replay.json", _replay),
-    Row("what exact numerics cost, f32", "numerics.json", _numerics),
+    Row("what exact numerics cost, f32, with AVX-512", "numerics.json", _numerics),
+    Row("the same with AVX2", "numerics_avx2.json", _numerics),
     Row(
         "`halfmoon generate` of 64 tokens on the default cluster: tokens/s to those of an older commit, by turns",
         "generate.json",

@@ -1,6 +1,6 @@
-"""What exact numerics cost: prefill and decode of the built-in model, exact against fast, in turn, on one
-thread. Beside them, decode whose products have whole groups of rows, as where no smaller number is seen to change no
-bit.
+"""What exact numerics cost: prefill, decode and mixed iterations of the built-in model, exact against fast, in turn, on
+one thread. Beside them, decode whose products have whole groups of rows, as where no smaller number is seen to change
+no bit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from clusters import finish, parsed, parser, spread
 
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import load_model
+from halfmoon.workers.model.prompt_rows import PromptRows
 from halfmoon.workers.model.self_test import trial_of
 from halfmoon.workers.model.transformer import Transformer
 
@@ -44,6 +45,20 @@ def decode_ms(engine: Engine, batch: int, steps: int) -> float:
         engine.decode([5] * batch, [CONTEXT_TOKENS + step] * batch, tables)
     took = (time.perf_counter() - started) / steps
     for table in tables:
+        engine.allocator.free(table)
+    return took * 1000
+
+
+def mixed_ms(engine: Engine, batch: int, iterations: int) -> float:
+    """Mean of `iterations`, each of one block of a prompt beside one token of `batch` sequences."""
+    tables = [engine.allocator.allocate(CONTEXT_TOKENS // BLOCK_TOKENS + 1) for _ in range(batch)]
+    prompt = engine.allocator.allocate(iterations)
+    started = time.perf_counter()
+    for i in range(iterations):
+        chunk = PromptRows([(j * 7919) % 49000 for j in range(BLOCK_TOKENS)], i * BLOCK_TOKENS, prompt)
+        engine.mixed([chunk], [5] * batch, [CONTEXT_TOKENS + i] * batch, tables)
+    took = (time.perf_counter() - started) / iterations
+    for table in (*tables, prompt):
         engine.allocator.free(table)
     return took * 1000
 
@@ -76,6 +91,12 @@ def main() -> None:
             **{
                 f"decode step, batch {batch}": partial(decode_ms, batch=batch, steps=args.steps)
                 for batch in (1, 4, 8, 16)
+            },
+            **{
+                f"a block of a prompt beside {batch} decodes": partial(
+                    mixed_ms, batch=batch, iterations=args.steps
+                )
+                for batch in (1, 8)
             },
         }
         for name, measure in work.items():
