@@ -51,8 +51,8 @@ print(*(each.__name__ for each in changed))
 """
 
 
-#: What a start finds here: packed products and what they compute bf16 in, the private operator of attention, whether any
-#: number of rows but a whole group's has its bits, and the instructions that PyTorch uses.
+#: What a start finds here: packed products and what they compute bf16 in, the private operator of attention, whether
+#: any number of rows but a whole group's has its bits, and the instructions that PyTorch uses.
 FOUND = """
 import os, torch
 from types import SimpleNamespace
@@ -110,4 +110,5 @@ def test_each_kernel_differs_from_what_a_start_finds_in_what_it_is_named_for() -
     }
     for kernel, changed in expected.items():
         assert found(kernel) == {**here, **changed}, kernel
-    assert re.findall(r"^KERNELS := (.*)$", (FOLDER.parents[1] / "Makefile").read_text(), re.M) == [" ".join(expected)]
+    makefile = (FOLDER.parents[1] / "Makefile").read_text()
+    assert re.findall(r"^KERNELS := (.*)$", makefile, re.M) == [" ".join(expected)]

@@ -2,8 +2,8 @@
 
 With HALFMOON_TEST_DELAYS set to a number, that many in a hundred of these are late by a random time: the first step of
 a process of ours (and of one that is forked), of a task, of a thread and of work handed to one, data that comes from a
-stream or from the bus. None of it breaks a promise that Python, the kernel or NATS gives, so a test that fails has found
-a fault, or waits for the wrong thing.
+stream or from the bus. None of it breaks a promise that Python, the kernel or NATS gives, so a test that fails has
+found a fault, or waits for the wrong thing.
 """
 
 from __future__ import annotations

@@ -50,10 +50,15 @@ def _instructions(capability: str, isa: str) -> dict[str, str]:
 
 #: Variables of the environment, and changes to modules.
 KERNELS: dict[str, tuple[dict[str, str], Changes]] = {
-    "plain": ({}, {LINEAR: _plain}),  # a torch without oneDNN's packed products
-    "f32": ({}, {LINEAR: _in_f32}),  # a CPU whose oneDNN has no products of bf16
-    "public": ({}, {"halfmoon.workers.model.attention.kernel": _public}),  # a torch without the private operator
-    "whole": ({}, {"halfmoon.workers.model.self_test": _whole_groups}),  # no smaller number of rows has the same bits
+    # A torch without oneDNN's packed products.
+    "plain": ({}, {LINEAR: _plain}),
+    # A CPU whose oneDNN has no products of bf16.
+    "f32": ({}, {LINEAR: _in_f32}),
+    # A torch without the private operator of attention.
+    "public": ({}, {"halfmoon.workers.model.attention.kernel": _public}),
+    # No smaller number of rows has a whole group's bits.
+    "whole": ({}, {"halfmoon.workers.model.self_test": _whole_groups}),
+    # Older CPUs.
     "avx2": (_instructions("avx2", "AVX2"), {}),
     "sse": (_instructions("default", "SSE41"), {}),
 }
