@@ -280,7 +280,7 @@ ROWS = (
         "cpu_engines.json",
         _cpu_engines,
     ),
-    Row("the same on a core without AVX-512, but for transformers", "cpu_engines_avx2.json", _cpu_engines),
+    Row("the same on a core with AVX2 alone", "cpu_engines_avx2.json", _cpu_engines),
     Row("100 engines behind adapters, a fifth of which lie", "engine_fleet.json", _engine_fleet),
     Row(
         "64 MiB of blocks over TCP: speed to a plain socket", "transfer.json", _transfer("tcp_get", "socket")
