@@ -51,8 +51,8 @@ print(*(each.__name__ for each in changed))
 """
 
 
-#: What a start finds here: packed products and what they compute bf16 in, the private operator of attention, whether
-#: any number of rows but a whole group's has its bits, and the instructions that PyTorch uses.
+#: What a start finds here: the kernels of products in f32 and bf16, the private operator of attention, whether any
+#: number of rows but a whole group's has its bits, and the instructions that PyTorch uses.
 FOUND = """
 import os, torch
 from types import SimpleNamespace
@@ -60,11 +60,10 @@ from halfmoon.workers.model import self_test
 from halfmoon.workers.model.attention.kernel import SdpaAttention
 from halfmoon.workers.model.linear import Linear
 self_test._products_of = lambda engine: lambda rows: []
-found = Linear(torch.zeros(16, 16, dtype=torch.bfloat16))
-print(Linear(torch.zeros(16, 16)).packed, found._computed_in == torch.float32,
+print(*(Linear(torch.zeros(16, 16, dtype=dtype)).kernel for dtype in (torch.float32, torch.bfloat16)),
     SdpaAttention(16, torch.device("cpu"))._flash is not None,
-    len(self_test.invariant_row_counts(SimpleNamespace(group_rows=16))) > 1, torch.backends.cpu.get_cpu_capability(),
-    os.environ.get("ONEDNN_MAX_CPU_ISA"))
+    len(self_test.invariant_row_counts(SimpleNamespace(group_rows=16, rows_apart=False))) > 1,
+    torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA"))
 """
 
 
@@ -93,20 +92,22 @@ def test_what_the_delays_change_is_where_it_was() -> None:
 
 
 def found(kernel: str) -> dict[str, str]:
-    names = ("packed", "in_f32", "private", "fewer_rows", "capability", "isa")
+    names = ("f32", "bf16", "private", "fewer_rows", "capability", "isa")
     return dict(zip(names, said(FOUND, HALFMOON_TEST_KERNEL=kernel).split(), strict=True))
 
 
 @pytest.mark.slow
 def test_each_kernel_differs_from_what_a_start_finds_in_what_it_is_named_for() -> None:
     here = found("")
+    libraries = {"f32": "onednn", "bf16": "plain" if here["bf16"] == "rows" else "onednn"}
     expected = {
-        "plain": {"packed": "False", "in_f32": "False"},
-        "f32": {"in_f32": "True"},
+        "onednn": libraries,
+        "plain": {"f32": "plain", "bf16": "plain"},
+        "f32": {"bf16": "rows"},
         "public": {"private": "False"},
-        "whole": {"fewer_rows": "False"},
-        "avx2": {"capability": "AVX2", "isa": "AVX2", "in_f32": "True"},
-        "sse": {"capability": "DEFAULT", "isa": "SSE41", "in_f32": "True"},
+        "whole": {**libraries, "fewer_rows": "False"},
+        "avx2": {"capability": "AVX2", "isa": "AVX2", "bf16": "rows"},
+        "sse": {"capability": "DEFAULT", "isa": "SSE41", "bf16": "rows"},
     }
     for kernel, changed in expected.items():
         assert found(kernel) == {**here, **changed}, kernel

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 LINEAR = "halfmoon.workers.model.linear"
 
 
+def _without_row_kernel(module: Any) -> None:
+    module._by_rows = lambda *_: None
+
+
 def _plain(module: Any) -> None:
-    module.Linear._pack = lambda *_: None
+    module._by_rows = module._by_onednn = lambda *_: None
 
 
 def _in_f32(module: Any) -> None:
@@ -50,14 +54,16 @@ def _instructions(capability: str, isa: str) -> dict[str, str]:
 
 #: Variables of the environment, and changes to modules.
 KERNELS: dict[str, tuple[dict[str, str], Changes]] = {
-    # A torch without oneDNN's packed products.
+    # No row kernel: LLVM compiles nothing.
+    "onednn": ({}, {LINEAR: _without_row_kernel}),
+    # And a torch without oneDNN's packed products.
     "plain": ({}, {LINEAR: _plain}),
     # A CPU whose oneDNN has no products of bf16.
     "f32": ({}, {LINEAR: _in_f32}),
     # A torch without the private operator of attention.
     "public": ({}, {"halfmoon.workers.model.attention.kernel": _public}),
     # No smaller number of rows has a whole group's bits.
-    "whole": ({}, {"halfmoon.workers.model.self_test": _whole_groups}),
+    "whole": ({}, {LINEAR: _without_row_kernel, "halfmoon.workers.model.self_test": _whole_groups}),
     # Older CPUs.
     "avx2": (_instructions("avx2", "AVX2"), {}),
     "sse": (_instructions("default", "SSE41"), {}),

@@ -267,7 +267,7 @@ def null_engine(model: LoadedModel) -> NullEngine:
 #: For KV that is elsewhere, of which a null engine has none.
 OF_ELSEWHERE = {"groups_of", "pooled_segments"}
 #: For groups of rows, which a null engine does not multiply.
-OF_GROUPS = {"group_rows", "product_rows"}
+OF_GROUPS = {"group_rows", "product_rows", "rows_apart"}
 #: For layers that several workers share, of which a null engine has none.
 OF_STAGES = {"activation", "prefill_stage"}
 #: For rows that a similar prompt's KV spares, of which a null engine computes none.

@@ -1,4 +1,4 @@
-"""Products with weights of a type that the CPU does not multiply are those of f32, rounded once."""
+"""Which kernel multiplies; products with weights of a type that the CPU lacks are those of f32, rounded once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from halfmoon.workers.model import linear
 from halfmoon.workers.model.linear import Linear
+from halfmoon.workers.model.row_kernel import KernelUnavailable
 
 Tensor = torch.Tensor
 
@@ -33,7 +34,7 @@ def test_a_product_of_a_type_that_the_cpu_lacks_is_that_of_f32_rounded_once(
     bias = drawn(96, dtype=dtype) if with_bias else None
     in_f32 = Linear(weight.float(), None if bias is None else bias.float())
     found = Linear(weight, bias)
-    assert found.packed
+    assert found.kernel == "rows"
     assert torch.equal(found(x), in_f32(x.float()).to(dtype))
 
 
@@ -60,6 +61,27 @@ def test_a_torch_that_cannot_say_what_it_multiplies_is_left_to_its_own_products(
     monkeypatch.setattr(torch.ops, "mkldnn", Operators())
     assert linear.multiplies(torch.bfloat16)
     product = Linear(drawn(96, 64, dtype=torch.bfloat16))
-    assert not product.packed
+    assert product.kernel == "plain"
     x = drawn(3, 64, dtype=torch.bfloat16)
     assert torch.equal(product(x), torch.nn.functional.linear(x, drawn(96, 64, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_a_row_kernel_libraries_multiply_and_it_is_said_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = f"no kernel of {dtype} for this test"
+
+    def unavailable(*_: object) -> None:
+        raise KernelUnavailable(reason)
+
+    monkeypatch.setattr(linear, "PackedRows", unavailable)
+    monkeypatch.setattr(linear, "multiplies", lambda kind: kind == torch.float32)
+    weight, x = drawn(96, 64, dtype=dtype), drawn(3, 64, dtype=dtype)
+    products = [Linear(weight), Linear(weight)]
+    for product in products:
+        assert product.kernel == ("onednn" if dtype == torch.float32 else "plain")
+        torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"products of a step are slower than they could be: {reason}"
+    ]

@@ -15,6 +15,7 @@ from planted import flip_a_bit, sum_in_two_halves
 
 from halfmoon.cli import model as models
 from halfmoon.schemas.policy import Layout
+from halfmoon.workers.model import linear
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.linear import Linear
 from halfmoon.workers.model.loading.files import LoadedModel
@@ -23,6 +24,7 @@ from halfmoon.workers.model.self_test import (
     BATCHED,
     BLOCKS_MIN,
     CACHED,
+    Trial,
     differing_ways,
     invariant_row_counts,
     prepare_products,
@@ -98,24 +100,48 @@ def test_a_planted_difference_is_named(model: LoadedModel, kind: type[Engine], e
 
 
 class _FewRowsMatter(Linear):
-    """One unit in the last place of the last row, where there are fewer than six."""
+    """The last row's, where there are fewer than six: one unit in the last place, or so `much`."""
 
-    def __init__(self, product: Linear) -> None:
-        self._product = product
+    def __init__(self, product: Linear, much: float = 0.0) -> None:
+        self._product, self.kernel, self._much = product, product.kernel, much
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         made = self._product(x).clone()
         if len(x) < 6:
-            made[-1, 0] = torch.nextafter(made[-1, 0], torch.tensor(torch.inf))
+            made[-1, 0] = torch.nextafter(made[-1, 0] + self._much, torch.tensor(torch.inf))
         return made
 
 
-@pytest.mark.parametrize("product", ["_qkv", "_out", "_gate_up", "_down", "_head"])
+def plant_few_rows_matter(engine: Engine, product: str, much: float = 0.0) -> None:
+    at: Any = engine.transformer if product == "_head" else engine.transformer.layers[1]
+    setattr(at, product, _FewRowsMatter(getattr(at, product), much))
+
+
+@pytest.fixture
+def library_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the row kernel."""
+    monkeypatch.setattr(linear, "_by_rows", lambda *_: None)
+
+
+PRODUCTS = ["_qkv", "_out", "_gate_up", "_down", "_head"]
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_row_kernel_whose_rows_depend_on_the_batch_is_found(model: LoadedModel, product: str) -> None:
+    engine = engine_of(Engine, model)
+    assert trial_of(engine) == Trial((), [])
+    # Logits alone are compared, which show a unit in the last place of some products only.
+    plant_few_rows_matter(engine, product, much=0.01)
+    assert trial_of(engine).differing == [BATCHED]
+    assert engine.product_rows == ()
+
+
+@pytest.mark.usefixtures("library_products")
+@pytest.mark.parametrize("product", PRODUCTS)
 def test_rows_that_a_product_computes_otherwise_are_padded(model: LoadedModel, product: str) -> None:
     engine = engine_of(Engine, model)
     assert engine.product_rows == (16,)
-    at: Any = engine.transformer if product == "_head" else engine.transformer.layers[1]
-    setattr(at, product, _FewRowsMatter(getattr(at, product)))
+    plant_few_rows_matter(engine, product)
     trial = trial_of(engine)
     assert trial.product_rows == engine.product_rows
     assert min(trial.product_rows) >= 6
@@ -127,7 +153,7 @@ class _Timed(Linear):
     """Its rows take `seconds` by a clock of its own. Keeps how many it saw."""
 
     def __init__(self, product: Linear, seconds: dict[int, float]) -> None:
-        self._product, self._seconds = product, seconds
+        self._product, self._seconds, self.kernel = product, seconds, product.kernel
         self.now, self.rows = 0.0, 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -136,6 +162,7 @@ class _Timed(Linear):
         return self._product(x)
 
 
+@pytest.mark.usefixtures("library_products")
 def test_rows_that_take_longer_than_more_rows_are_padded(model: LoadedModel) -> None:
     engine = Engine(model, num_blocks=BLOCKS_MIN, block_tokens=32, exact=False)
     seconds = {1: 5.0, 2: 6.0, 4: 3.0, 6: 2.95, 8: 9.0, 12: 8.0, 16: 8.5}
@@ -150,12 +177,14 @@ def test_rows_that_take_longer_than_more_rows_are_padded(model: LoadedModel) -> 
         assert (head.rows, len(logits)) == (max(least, rows), rows)
 
 
+@pytest.mark.usefixtures("library_products")
 def test_where_a_batch_differs_all_the_same_no_group_is_cut_short(model: LoadedModel) -> None:
     engine = engine_of(_BatchMatters, model)
     trial = trial_of(engine)
     assert (trial.product_rows, trial.differing) == ((16,), [BATCHED])
 
 
+@pytest.mark.usefixtures("library_products")
 def test_fewer_rows_change_no_bit(model: LoadedModel) -> None:
     whole, cut = engine_of(Engine, model), engine_of(Engine, model)
     cut.product_rows = invariant_row_counts(cut)
@@ -169,6 +198,7 @@ def test_fewer_rows_change_no_bit(model: LoadedModel) -> None:
         assert digests[0] == digests[1], batch
 
 
+@pytest.mark.usefixtures("library_products")
 def test_one_answer_is_kept_for_each_key(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +206,7 @@ def test_one_answer_is_kept_for_each_key(
     ill, well = engine_of(_BatchMatters, model), engine_of(Engine, model)
     assert prepare_products(ill, "one") == [BATCHED]
     assert prepare_products(well, "one") == [BATCHED]  # as it was kept
-    place = tmp_path / "halfmoon" / "profiles" / "one.numerics.json"
+    place = tmp_path / "halfmoon" / "profiles" / "one-onednn.numerics.json"
     place.write_text("{}")
     assert prepare_products(well, "one") == differing_ways(well)
     engine = Engine(model, num_blocks=BLOCKS_MIN - 1, block_tokens=32, exact=True)

@@ -5,8 +5,8 @@ runs alone or in a batch, and wherever its blocks lie, because every row goes th
 the same shapes:
 
 - prefill runs on an absolute grid, one block of the cache at a time, so a prefix hit cannot shift a boundary;
-- matrix products of decode see one of `product_rows` rows, which give each row the same bits; a batch larger than
-  the most of them is several such groups;
+- matrix products of the row kernel compute each row apart; others see, in decode, one of `product_rows` rows, which
+  give each row the same bits; a batch larger than the most of them is several such groups;
 - attention runs for each sequence alone, over fixed segments of its tokens, whose results merge in order
   (`attention.exact`).
 
@@ -89,16 +89,22 @@ class Engine:
         self.attention: Attention = ExactAttention(base, segment) if exact and segment else base
         #: Sequences of a decode step's group in exact mode, at most.
         self.group_rows = group_rows
-        #: Rows that a group of decode has with those of padding, ascending; more than the last are not padded. In exact
-        #: mode each number gives a row the bits of the last, which is `group_rows`: there are others only where
-        #: `self_test` has seen that they do here. Those that take longer than a larger one are left out.
-        self.product_rows: tuple[int, ...] = (group_rows,) if exact else ()
+        #: Rows that a group of decode has with those of padding, ascending; more than the last are not padded. None
+        #: where rows are computed apart. Else each number gives a row in exact mode the bits of the last, which is
+        #: `group_rows`: there are others only where `self_test` has seen that they do here. Those that take longer than
+        #: a larger one are left out.
+        self.product_rows: tuple[int, ...] = (group_rows,) if exact and not self.rows_apart else ()
         self._masks = masks
 
     @property
     def transformer(self) -> Transformer:
         """The layers, for whoever computes rows of its own choice with this engine's cache and attention."""
         return self._model
+
+    @property
+    def rows_apart(self) -> bool:
+        """Whether the bits of a product's row depend on that row alone."""
+        return self._model.kernel == "rows"
 
     @property
     def attention_name(self) -> str:

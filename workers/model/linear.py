@@ -1,23 +1,25 @@
-"""Matrix products with fixed weights, packed once for the CPU.
+"""Matrix products with fixed weights, packed once.
 
-oneDNN's packed form is 2.3 times as fast as PyTorch's plain product in f32 on AMD and up to 2 times in bf16
-at few rows. Its operators are private, so each is tried once on the real weight, and the plain product is the
-fallback.
-
-oneDNN has no products of bf16 for a CPU without AVX-512, and of f16 for most CPUs (AVX512-FP16 is needed). PyTorch's
-plain ones of a chunk's rows take there up to nine times as long as those of f32. So such weights are packed in f32,
-which holds them exactly: twice the memory, and results that are rounded once, as by a CPU that multiplies bf16. One row
-would take less time in bf16, which is half as many bytes to read from memory; but its bits would be others than those
-of the same row among sixteen.
+On a CPU they are those of the row kernel (`row_kernel`), in f32. Where the CPU has instructions for products of bf16 or
+f16, with which a chunk's rows take half the time or less, oneDNN multiplies such weights, in its packed form; and so it
+does where the row kernel cannot be compiled. Its operators are private: each is tried once on the real weight, and
+PyTorch's plain product is the last resort.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 
+from halfmoon.workers.model.row_kernel import KernelUnavailable, PackedRows
+
+logger = logging.getLogger(__name__)
+
 Tensor = torch.Tensor
+Product = Callable[[Tensor], Tensor]
 
 _PACKED_FOR_ROWS = 16
 #: A chunk's rows come in tiles of so many: oneDNN prepares a product anew for each number of rows that it has not had,
@@ -44,36 +46,56 @@ def multiplies(dtype: torch.dtype) -> bool:
 class Linear:
     """`x @ weight.T + bias` for `x` `[rows, inputs]`; `weight` is `[outputs, inputs]`."""
 
+    kernel: str
+    """`rows` (computed apart: their bits do not depend on how many there are), `onednn` or `plain`."""
+
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.bias = bias.contiguous().clone() if bias is not None else None
-        self._pointwise: Any = None
-        self._weight = weight
-        self._computed_in = weight.dtype
-        if weight.device.type == "cpu":
-            dtype = weight.dtype if multiplies(weight.dtype) else torch.float32
-            if dtype in (torch.float32, torch.bfloat16):
-                self._pack(dtype)
-        if self._pointwise is None:
-            # Weights read from a file are not aligned to a cache line.
-            self._weight = weight.contiguous().clone()
-
-    @property
-    def packed(self) -> bool:
-        return self._pointwise is not None
-
-    def _pack(self, dtype: torch.dtype) -> None:
-        operators = torch.ops.mkldnn
-        bias = None if self.bias is None else self.bias.to(dtype)
-        try:
-            packed = operators._reorder_linear_weight(self._weight.to(dtype).contiguous(), _PACKED_FOR_ROWS)
-            pointwise = operators._linear_pointwise.default
-            pointwise(torch.zeros(1, self._weight.shape[1], dtype=dtype), packed, bias, "none", [], "")
-        except (AttributeError, RuntimeError, NotImplementedError):
-            return
-        self._weight, self.bias, self._pointwise, self._computed_in = packed, bias, pointwise, dtype
+        ways = {"rows": _by_rows, "onednn": _by_onednn, "plain": _plain}
+        self.kernel, self._multiply = next(
+            (name, product) for name, way in ways.items() if (product := way(weight, bias)) is not None
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._pointwise is None:
-            return torch.nn.functional.linear(x, self._weight, self.bias)
-        result: Tensor = self._pointwise(x.to(self._computed_in), self._weight, self.bias, "none", [], "")
-        return result.to(x.dtype)
+        return self._multiply(x).to(x.dtype)
+
+
+def _by_rows(weight: Tensor, bias: Tensor | None) -> Product | None:
+    if weight.device.type != "cpu" or (weight.dtype != torch.float32 and multiplies(weight.dtype)):
+        return None
+    try:
+        return PackedRows(weight, bias)
+    except KernelUnavailable as error:
+        _say_once(str(error))
+        return None
+
+
+@cache
+def _say_once(reason: str) -> None:
+    logger.warning("products of a step are slower than they could be: %s", reason)
+
+
+def _by_onednn(weight: Tensor, bias: Tensor | None) -> Product | None:
+    if weight.device.type != "cpu" or weight.dtype == torch.float16 or not multiplies(weight.dtype):
+        return None
+    bias = None if bias is None else bias.clone()
+    operators = torch.ops.mkldnn
+    try:
+        packed = operators._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
+        pointwise = operators._linear_pointwise.default
+        pointwise(torch.zeros(1, weight.shape[1], dtype=weight.dtype), packed, bias, "none", [], "")
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+
+    def product(x: Tensor) -> Tensor:
+        result: Tensor = pointwise(x, packed, bias, "none", [], "")
+        return result
+
+    return product
+
+
+def _plain(weight: Tensor, bias: Tensor | None) -> Product:
+    # Weights read from a file are not aligned to a cache line.
+    own = weight.contiguous().clone()
+    return partial(
+        torch.nn.functional.linear, weight=own, bias=None if bias is None else bias.contiguous().clone()
+    )

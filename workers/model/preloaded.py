@@ -1,7 +1,7 @@
 """A model that was loaded, and packed, before this process was forked: workers of one machine share its memory.
 
-oneDNN's packed weights are private to the process that packs them and cannot lie in a file that others map, so the
-only way to share them is to fork after packing. Nothing ever writes to them.
+Packed weights are private to the process that packs them: they are shared by a fork after packing. Nothing ever writes
+to them.
 """
 
 from __future__ import annotations

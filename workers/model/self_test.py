@@ -1,14 +1,16 @@
 """Finds out whether exact mode holds here: serves one request in several ways, and compares bits.
 
-Exact mode rests on products of one shape giving one result wherever their operands lie. That is a property of the
-CPU, of the build of torch and of the number of threads, which no code can promise: so it is tried, once for each.
+Exact mode rests on kernels that give one result wherever their operands lie. That is a property of the CPU, of the
+build of torch and of the number of threads, which no code can promise: so it is tried, once for each.
 
-So are products of fewer rows. Padded to a whole group, those of one sequence take up to twice their time. A library may
-add up a product of fewer rows in another order, and does so for some shapes only: AVX-512 kernels of oneDNN for one row
-of 1,536 inputs in f32, but not for two. The numbers of rows that change no bit are found out here.
+So are products of fewer rows, where they are not the row kernel's. Padded to a whole group, those of one sequence take
+up to twice their time. A library may add up a product of fewer rows in another order, and does so for some shapes only:
+AVX-512 kernels of oneDNN for one row of 1,536 inputs in f32, but not for two. The numbers of rows that change no bit
+are found out here.
 
-Fewer rows may take longer all the same: on AMD's Zen 4 a step's products in f32 take 1.2 times as long with one row as
-with four to six, and 1.3 times with two. So the numbers are timed as well, in fast numerics too, where any will do.
+Fewer rows may take longer all the same: on AMD's Zen 4 a step's products of oneDNN in f32 take 1.2 times as long with
+one row as with four to six, and 1.3 times with two. So the numbers are timed as well, in fast numerics too, where any
+will do.
 """
 
 from __future__ import annotations
@@ -108,6 +110,9 @@ def quick_row_counts(
 
 
 def _row_counts(engine: Engine) -> tuple[int, ...]:
+    """None where rows are computed apart: there any number will do, and the least is the quickest."""
+    if engine.rows_apart:
+        return ()
     return *(count for count in _ROW_COUNTS if count < engine.group_rows), engine.group_rows
 
 
@@ -170,7 +175,9 @@ def prepare_products(engine: Engine, key: str) -> list[str] | None:
     Both are from the cache folder where `key` was tried before. It names all that they depend on: model, dtype, CPU,
     threads and build of torch.
     """
-    form = "-query-first" if engine.transformer.query_first else ""  # other products
+    form = f"-{engine.transformer.kernel}"
+    if engine.transformer.query_first:
+        form += "-query-first"  # other products
     path = cache_folder("profiles") / f"{key}{form}.numerics.json"
     known = _read(path)
     if known is None:
@@ -182,7 +189,7 @@ def prepare_products(engine: Engine, key: str) -> list[str] | None:
                 known = trial_of(engine)
                 text = json.dumps({"product_rows": known.product_rows, "differing": known.differing})
                 replace_file(path, lambda place: place.write_text(text))
-    if not engine.exact or known.product_rows[-1] == engine.group_rows:
+    if not engine.exact or known.product_rows[-1:] in ((), (engine.group_rows,)):
         engine.product_rows = known.product_rows
     return known.differing
 
@@ -193,11 +200,7 @@ def _read(path: Path) -> Trial | None:
         rows, differing = tuple(kept["product_rows"]), kept["differing"]
     except (OSError, ValueError, RecursionError, TypeError, KeyError):
         return None
-    if (
-        not rows
-        or not all(type(count) is int and count > 0 for count in rows)
-        or sorted(set(rows)) != list(rows)
-    ):
+    if not all(type(count) is int and count > 0 for count in rows) or sorted(set(rows)) != list(rows):
         return None
     if not isinstance(differing, list) or not all(isinstance(each, str) for each in differing):
         return None

@@ -160,6 +160,8 @@ class Transformer:
         self.rotary = Rotary(config, self.device, positions)
         self._norm = weights["norm"].float()
         self._head = Linear(weights["embed"] if config.tied else weights["head"])
+        #: Of its products; all are of one device and dtype.
+        self.kernel = self._head.kernel
 
     def for_positions(self, positions: int) -> Transformer:
         """The same weights, not copied, for sequences of `positions` tokens to begin with."""

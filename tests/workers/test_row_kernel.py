@@ -1,0 +1,104 @@
+"""Products of the row kernel: one chain of fused multiply-adds an element, whatever is beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import llvmlite.binding as llvm
+import pytest
+import torch
+
+from halfmoon.workers.model import row_kernel
+from halfmoon.workers.model.row_kernel import LANES, KernelUnavailable, PackedRows
+
+Tensor = torch.Tensor
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROWS = 41
+"""More than two tiles of any table."""
+
+
+@pytest.fixture(
+    params=sorted(row_kernel._TILES), ids=lambda registers: f"{registers} registers", autouse=True
+)
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each CPU's tiles: here they may be slow, as sums that find no register go by memory."""
+    table = row_kernel._TILES[request.param]
+    monkeypatch.setattr(row_kernel, "_TILES", dict.fromkeys(row_kernel._TILES, table))
+    row_kernel._multiply_of.cache_clear()
+    yield
+    row_kernel._multiply_of.cache_clear()
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def chain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """By the definition. A product of two f32 is exact in f64; a sum there is hardly ever rounded to a tie of f32."""
+    total = bias.float().expand(len(x), -1)
+    for i in range(weight.shape[1]):
+        total = (x[:, i, None].double() * weight[:, i].double() + total.double()).float()
+    return total
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(LANES, 1), (7, 64), (5 * LANES, 33), (4 * LANES + 1, 300)])
+def test_each_element_is_one_chain_in_the_order_of_the_inputs(
+    dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    weight, bias, x = drawn(outputs, inputs).to(dtype), drawn(outputs, seed=1), drawn(ROWS, inputs, seed=2)
+    product = PackedRows(weight, bias)
+    expected = chain(x, weight, bias)
+    for rows in range(ROWS + 1):
+        assert torch.equal(product(x[:rows]), expected[:rows]), rows
+    for row in range(ROWS):
+        assert torch.equal(product(x[row : row + 1]), expected[row : row + 1]), row
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("outputs", [LANES, 9 * LANES, 900])
+def test_threads_share_the_outputs_and_change_no_bit(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_kernel, "_MULTIPLY_ADDS_MIN", 0)
+    asked: list[int] = []
+    multiply = row_kernel._Multiply.__call__
+
+    def noted(self: row_kernel._Multiply, product: row_kernel._Product, threads: int) -> None:
+        asked.append(threads)
+        multiply(self, product, threads)
+
+    monkeypatch.setattr(row_kernel._Multiply, "__call__", noted)
+    assert row_kernel._openmp() is not None
+    weight, x = drawn(outputs, 70), drawn(ROWS, 70)
+    product, expected = PackedRows(weight), chain(x, weight, torch.zeros(outputs))
+    for count in (1, 2, 3, 5):
+        torch.set_num_threads(count)
+        assert torch.equal(product(x), expected), count
+    assert asked == [1, 2, 3, 5]
+
+
+def test_without_bias_sums_begin_with_zero_and_any_layout_of_rows_will_do() -> None:
+    weight, x = drawn(48, 64), drawn(ROWS, 64)
+    product = PackedRows(weight)
+    assert torch.equal(product(x), chain(x, weight, torch.zeros(48)))
+    assert torch.equal(product(x.t().contiguous().t()), product(x))
+    assert torch.equal(product(x.bfloat16()), product(x.bfloat16().float()))
+
+
+def test_a_cpu_without_fused_multiply_adds_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: {"fma": False})
+    with pytest.raises(KernelUnavailable, match="the CPU has no fused multiply-add"):
+        PackedRows(drawn(16, 16))
+
+
+def test_what_keeps_llvm_from_compiling_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_kernel, "_source", lambda *_: "no text of LLVM's")
+    with pytest.raises(KernelUnavailable, match=r"LLVM does not compile here: .*expected top-level entity"):
+        PackedRows(drawn(16, 16))
