@@ -13,7 +13,7 @@ import torch
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.workers.channel_cost import channel_times
 from halfmoon.workers.cost_fit import PartTime, fit_attention, fit_channel, fit_linear
-from halfmoon.workers.model.attention.exact import ExactAttention, own_token
+from halfmoon.workers.model.attention.exact import ExactAttention
 from halfmoon.workers.model.attention.kernel import StepRuns, runs_of
 from halfmoon.workers.model.attention.states import StateStack
 from halfmoon.workers.model.engine import Engine
@@ -95,7 +95,7 @@ def _attention_step(engine: Any, blocks: Sequence[int], rows: int, tokens: int) 
         out = torch.empty_like(query)
         for layer in range(cache.layers):
             attention.segment_states(query, cache.k[layer], cache.v[layer], runs, states)
-            own_token(query, new, new, states)
+            states.own_token(query, new, new)
             out.copy_(states.merged())
 
     return step

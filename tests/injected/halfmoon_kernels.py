@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 
     Changes = dict[str, Callable[[ModuleType], None]]
 
-LINEAR = "halfmoon.workers.model.linear"
+CODE, LINEAR = "halfmoon.workers.model.kernels.code", "halfmoon.workers.model.linear"
 
 
-def _without_row_kernel(module: Any) -> None:
-    module._by_rows = lambda *_: None
+def _nothing_compiles(module: Any) -> None:
+    def unable(*_: object) -> None:
+        raise module.KernelUnavailable("not in this test")
+
+    module.Compiled.__init__ = unable
 
 
 def _plain(module: Any) -> None:
-    module._by_rows = module._by_onednn = lambda *_: None
+    module._by_onednn = lambda *_: None
 
 
 def _in_f32(module: Any) -> None:
@@ -54,16 +57,16 @@ def _instructions(capability: str, isa: str) -> dict[str, str]:
 
 #: Variables of the environment, and changes to modules.
 KERNELS: dict[str, tuple[dict[str, str], Changes]] = {
-    # No row kernel: LLVM compiles nothing.
-    "onednn": ({}, {LINEAR: _without_row_kernel}),
+    # LLVM compiles nothing.
+    "onednn": ({}, {CODE: _nothing_compiles}),
     # And a torch without oneDNN's packed products.
-    "plain": ({}, {LINEAR: _plain}),
+    "plain": ({}, {CODE: _nothing_compiles, LINEAR: _plain}),
     # A CPU whose oneDNN has no products of bf16.
     "f32": ({}, {LINEAR: _in_f32}),
     # A torch without the private operator of attention.
     "public": ({}, {"halfmoon.workers.model.attention.kernel": _public}),
     # No smaller number of rows has a whole group's bits.
-    "whole": ({}, {LINEAR: _without_row_kernel, "halfmoon.workers.model.self_test": _whole_groups}),
+    "whole": ({}, {CODE: _nothing_compiles, "halfmoon.workers.model.self_test": _whole_groups}),
     # Older CPUs.
     "avx2": (_instructions("avx2", "AVX2"), {}),
     "sse": (_instructions("default", "SSE41"), {}),

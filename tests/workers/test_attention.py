@@ -112,25 +112,6 @@ def test_paged_attention_is_causal_attention(
     )
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["whole", "segments"])
-def test_the_operator_has_four_query_rows_at_least_in_decode(
-    monkeypatch: pytest.MonkeyPatch, exact: bool
-) -> None:
-    base = SdpaAttention(PAGE, torch.device("cpu"))
-    attention = ExactAttention(base, PAGE) if exact else base
-    operator, seen = base._flash, []
-
-    def watched(q: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(q.shape)
-        return operator(q, *rest)  # type: ignore[misc]
-
-    monkeypatch.setattr(base, "_flash", watched)
-    cache = LayerCache(*torch.randn(2, 2, PAGE, KV_HEADS, DIM))
-    q, k, v = torch.randn(1, HEADS, DIM), *torch.randn(2, 1, KV_HEADS, DIM)
-    attention.attend(q, k, v, cache, attention.plan([[0, 1]], [1], [300]), torch.empty_like(q))
-    assert {(shape[1], shape[2]) for shape in seen} == {(KV_HEADS, 4)}, seen
-
-
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_merged_parts_are_the_whole(subject: tuple[Attention, torch.dtype], rows: int) -> None:
     attention, dtype = subject

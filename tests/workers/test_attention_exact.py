@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from halfmoon.workers.model.attention.exact import ExactAttention, ExactPlan, own_token
+from halfmoon.workers.model.attention import kernel
+from halfmoon.workers.model.attention import states as states_module
+from halfmoon.workers.model.attention.exact import ExactAttention, ExactPlan
 from halfmoon.workers.model.attention.flash import FlashAttention
 from halfmoon.workers.model.attention.kernel import Attention, LayerCache, SdpaAttention, StepRuns, runs_of
 from halfmoon.workers.model.attention.states import StateStack
@@ -27,12 +29,18 @@ CPU = torch.device("cpu")
 CONTEXTS = (1, 300, 512, 513, 514, 1024, 1025, 2300)
 
 
-@pytest.fixture(params=["f32", "bf16", "without the private operator", "flash by its reference"])
+KINDS = ["f32", "bf16", "without the private operator", "without what is compiled", "flash by its reference"]
+
+
+@pytest.fixture(params=KINDS)
 def base(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attention]:
     if request.param.startswith("flash"):
         monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_reference.stand_in())
         yield FlashAttention(BLOCK, CPU, exact=True)
     else:
+        if request.param == "without what is compiled":
+            monkeypatch.setattr(kernel, "state_kernel", lambda *_: None)
+            monkeypatch.setattr(states_module, "merge_kernel", lambda *_: None)
         yield SdpaAttention(BLOCK, CPU, private_op=not request.param.startswith("without"))
 
 
@@ -122,7 +130,7 @@ def test_states_that_were_computed_elsewhere_merge_to_the_same_bits(
     starts = list(range(0, past, SEGMENT))
     states = StateStack(len(starts), 1, HEADS, DIM, CPU)
     q = served.queries[member].unsqueeze(0)
-    own_token(q, served.keys[member][-1:], served.values[member][-1:], states)
+    states.own_token(q, served.keys[member][-1:], served.values[member][-1:])
     for place in (2, 0, 1):
         table = [3 + place, 1 + place]
         for part in range(place, len(starts), 3):

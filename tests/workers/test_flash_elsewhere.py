@@ -15,7 +15,7 @@ from halfmoon.store.channels.header import MessageHeader, Op
 from halfmoon.workers.attention.held import HeldSegments
 from halfmoon.workers.attention.held_caches import HeldCaches, HeldTails
 from halfmoon.workers.attention.slot_list import SlotList
-from halfmoon.workers.model.attention.exact import ExactAttention, own_token
+from halfmoon.workers.model.attention.exact import ExactAttention
 from halfmoon.workers.model.attention.flash import FlashAttention
 from halfmoon.workers.model.attention.kernel import Attention, LayerCache, SdpaAttention
 from halfmoon.workers.model.attention.states import StateStack
@@ -129,7 +129,7 @@ class Case:
             states.out[1 : 1 + count, at] = tails.out[begin : begin + count].float()
             states.lse[1 : 1 + count, at] = tails._states.lse[begin : begin + count, 0]
             begin += count
-        own_token(self.q[split], self.own[0, split], self.own[1, split], states)
+        states.own_token(self.q[split], self.own[0, split], self.own[1, split])
         whole = self.here(base)
         whole[split] = states.merged().to(torch.bfloat16)
         return whole

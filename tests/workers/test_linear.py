@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from halfmoon.workers.model import linear
+from halfmoon.workers.model.kernels.code import KernelUnavailable
 from halfmoon.workers.model.linear import Linear
-from halfmoon.workers.model.row_kernel import KernelUnavailable
 
 Tensor = torch.Tensor
 

@@ -18,7 +18,6 @@ from halfmoon.store.channels.header import MessageHeader, Op
 from halfmoon.workers.attention.errors import RowRefusal
 from halfmoon.workers.attention.held import HeldSegments, slots_of, write
 from halfmoon.workers.attention.tensors import bytes_of
-from halfmoon.workers.model.attention.exact import own_token
 from halfmoon.workers.model.attention.kernel import Attention, SegmentRun, StepRuns, runs_of
 from halfmoon.workers.model.attention.states import StateStack
 from halfmoon.workers.model.paged_cache import PagedCache
@@ -93,7 +92,7 @@ class HeldCaches:
     def _finish(self, states: StateStack) -> None:
         """The answer, of states over the past."""
         k, v = self.new
-        own_token(self.query, k, v, states)
+        states.own_token(self.query, k, v)
         self.out.copy_(states.merged())
 
     def payload(self) -> list[memoryview]:

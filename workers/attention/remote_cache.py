@@ -22,7 +22,7 @@ from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.header import Op
 from halfmoon.workers.attention.remote_places import PartOf, PlaceList, RemotePlaces, StatesComing, by_place
 from halfmoon.workers.attention.server import STATES, TAILS, WHOLE
-from halfmoon.workers.model.attention.exact import CacheElsewhere, own_token
+from halfmoon.workers.model.attention.exact import CacheElsewhere
 from halfmoon.workers.model.attention.kernel import Tensor
 from halfmoon.workers.model.attention.states import StateStack
 from halfmoon.workers.model.loading.config import ModelConfig
@@ -132,8 +132,8 @@ class RemoteCache(RemotePlaces, CacheElsewhere):
             self._send(one, Op.KEY_VALUE, one.new)
             self._asked.append(one)
         if self._states is not None:
-            own_token(
-                self._query, k.index_select(0, self._spread), v.index_select(0, self._spread), self._states
+            self._states.own_token(
+                self._query, k.index_select(0, self._spread), v.index_select(0, self._spread)
             )
 
     def collect(self, out: Tensor) -> None:

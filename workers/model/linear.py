@@ -1,8 +1,8 @@
 """Matrix products with fixed weights, packed once.
 
-On a CPU they are those of the row kernel (`row_kernel`), in f32. Where the CPU has instructions for products of bf16 or
-f16, with which a chunk's rows take half the time or less, oneDNN multiplies such weights, in its packed form; and so it
-does where the row kernel cannot be compiled. Its operators are private: each is tried once on the real weight, and
+On a CPU they are those of the row kernel (`kernels.products`), in f32. Where the CPU has instructions for products of
+bf16 or f16, with which a chunk's rows take half the time or less, oneDNN multiplies such weights, in its packed form;
+and so it does where nothing can be compiled. Its operators are private: each is tried once on the real weight, and
 PyTorch's plain product is the last resort.
 """
 
@@ -14,7 +14,8 @@ from functools import cache, partial
 
 import torch
 
-from halfmoon.workers.model.row_kernel import KernelUnavailable, PackedRows
+from halfmoon.workers.model.kernels.code import KernelUnavailable
+from halfmoon.workers.model.kernels.products import PackedRows
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,8 @@ import math
 
 import torch
 
+from halfmoon.workers.model.kernels.code import LANES
+from halfmoon.workers.model.kernels.rows import RowKernels, row_kernels
 from halfmoon.workers.model.linear import Linear
 from halfmoon.workers.model.loading.config import ModelConfig
 
@@ -95,7 +97,7 @@ class Layer:
         little slower in all.
         """
         name = f"layers.{index}"
-        self._config = config
+        self._config, self._dtype = config, weights[f"{name}.qkv"].dtype
         self._attention_norm = weights[f"{name}.attention_norm"].float()
         self._ffn_norm = weights[f"{name}.ffn_norm"].float()
         wide, bias = weights[f"{name}.qkv"], weights.get(f"{name}.qkv_bias")
@@ -106,6 +108,7 @@ class Layer:
         self._out = Linear(weights[f"{name}.out"])
         self._gate_up = Linear(weights[f"{name}.gate_up"])
         self._down = Linear(weights[f"{name}.down"])
+        self._kernels = _row_kernels(config, self._qkv, self._dtype)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q `[rows, heads, head_dim]`, rotated k and plain v `[rows, kv_heads, head_dim]`."""
@@ -113,33 +116,60 @@ class Layer:
         if self._query is not None:
             q, normed = self.query(x, cos, sin)
             return q, *self.key_value(normed, cos, sin)
-        qkv = self._qkv(rms_norm(x, self._attention_norm, config.rms_eps))
-        heads = qkv.view(x.shape[0], config.heads + 2 * config.kv_heads, config.head_dim)
         turning = config.heads + config.kv_heads
-        turned = rotate(heads[:, :turning], cos, sin)
-        return turned[:, : config.heads], turned[:, config.heads :], heads[:, turning:]
+        made = self._qkv(self._normed(x, self._attention_norm))
+        turned, heads = self._turned(made, turning, cos, sin)
+        return turned[:, : config.heads], turned[:, config.heads : turning], heads[:, turning:]
 
     def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """With `query_first`: rotated q, and the input of `key_value`."""
         assert self._query is not None, "query_first"
-        normed = rms_norm(x, self._attention_norm, self._config.rms_eps)
-        q = self._query(normed).view(x.shape[0], self._config.heads, self._config.head_dim)
-        return rotate(q, cos, sin), normed
+        normed = self._normed(x, self._attention_norm)
+        return self._turned(self._query(normed), self._config.heads, cos, sin)[0], normed
 
     def key_value(self, normed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated k and plain v, after `query`."""
-        config = self._config
-        heads = self._qkv(normed).view(normed.shape[0], 2 * config.kv_heads, config.head_dim)
-        return rotate(heads[:, : config.kv_heads], cos, sin), heads[:, config.kv_heads :]
+        turning = self._config.kv_heads
+        turned, heads = self._turned(self._qkv(normed), turning, cos, sin)
+        return turned[:, :turning], heads[:, turning:]
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self._kernels is not None:
+            return self._kernels.norm(x, weight, self._config.rms_eps)
+        return rms_norm(x, weight, self._config.rms_eps)
+
+    def _turned(self, made: Tensor, turning: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """A product's heads `[rows, heads * head_dim]`: the first `turning` turned, and all that are not."""
+        heads = made.view(len(made), -1, self._config.head_dim)
+        if self._kernels is None:
+            return rotate(heads[:, :turning], cos, sin), heads
+        self._kernels.rotate(made, cos, sin, turning, self._config.head_dim)
+        heads = heads.to(self._dtype)
+        return heads, heads
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer after attention, whose result is `[rows, heads * head_dim]`; changes `x`."""
         config = self._config
+        if self._kernels is not None:
+            made = self._out(attended.float())
+            normed = self._kernels.add_norm(x, made, self._ffn_norm, config.rms_eps)
+            x += self._down(self._kernels.gate(self._gate_up(normed)))
+            return x
         x += self._out(attended)
         gate_up = self._gate_up(rms_norm(x, self._ffn_norm, config.rms_eps))
         gate, up = gate_up[:, : config.intermediate], gate_up[:, config.intermediate :]
         x += self._down(torch.nn.functional.silu(gate).mul_(up))
         return x
+
+
+def _row_kernels(config: ModelConfig, product: Linear, dtype: torch.dtype) -> RowKernels | None:
+    """Beside products of the row kernel, which are f32, where whole vectors make up a row."""
+    widths = config.hidden, config.intermediate, config.head_dim // 2
+    return (
+        row_kernels(dtype)
+        if product.kernel == "rows" and not any(width % LANES for width in widths)
+        else None
+    )
 
 
 class Transformer:
@@ -162,6 +192,7 @@ class Transformer:
         self._head = Linear(weights["embed"] if config.tied else weights["head"])
         #: Of its products; all are of one device and dtype.
         self.kernel = self._head.kernel
+        self._kernels = _row_kernels(config, self._head, self.dtype)
 
     def for_positions(self, positions: int) -> Transformer:
         """The same weights, not copied, for sequences of `positions` tokens to begin with."""
@@ -174,4 +205,6 @@ class Transformer:
 
     def logits(self, x: Tensor) -> Tensor:
         """f32 `[rows, vocab]`."""
+        if self._kernels is not None:
+            return self._head(self._kernels.norm(x, self._norm, self.config.rms_eps))
         return self._head(rms_norm(x, self._norm, self.config.rms_eps)).float()

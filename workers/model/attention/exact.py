@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-
 from halfmoon.workers.model.attention.kernel import Attention, LayerCache, Plan, StepRuns, Tensor, runs_of
 from halfmoon.workers.model.attention.states import Partial, StateStack
 
@@ -124,7 +122,7 @@ class ExactAttention(Attention):
         if plan.states is None:
             plan.states = StateStack(plan.parts, q.shape[0], q.shape[1], q.shape[2], q.device)
         self._base.segment_states(q, cache.k, cache.v, plan.runs, plan.states)
-        own_token(q, k, v, plan.states)
+        plan.states.own_token(q, k, v)
 
     def finish(self, plan: ExactPlan, out: Tensor) -> None:
         """With the states of others, into the first rows of `out`."""
@@ -140,12 +138,3 @@ class ExactAttention(Attention):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
     ) -> None:
         self._base.segment_states(q, k_cache, v_cache, runs, states)
-
-
-def own_token(q: Tensor, k: Tensor, v: Tensor, states: StateStack) -> None:
-    """The state of each row over its own token alone: its value, and the one score. `v` is read by the merge."""
-    rows, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    products = q.view(rows, kv_heads, heads // kv_heads, dim).float() * k.float().unsqueeze(2)
-    torch.sum(products, -1, out=states.own_lse.view(products.shape[:-1])).mul_(dim**-0.5)
-    states.own_out = v.unsqueeze(2)

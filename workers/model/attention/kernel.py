@@ -18,15 +18,10 @@ from typing import NamedTuple
 import torch
 
 from halfmoon.workers.model.attention.states import Partial, StateStack, merge, neutral
+from halfmoon.workers.model.kernels.attention import StateKernel, StateTasks, state_kernel
 from halfmoon.workers.model.segments import AWAY
 
 Tensor = torch.Tensor
-
-_QUERY_ROWS_MIN = 4
-"""Of the CPU's operator in decode: on Zen 4, in f32, it takes 1.2 times as long with three rows as with four, and in
-bf16 twice as long with one."""
-_READ_AHEAD_BYTES_MIN = 64 << 10
-"""Of keys, and as many of values: below it, reading ahead takes the time that it saves."""
 
 
 class LayerCache(NamedTuple):
@@ -63,6 +58,8 @@ class StepRuns:
 
     items: list[SegmentRun] = field(default_factory=list)
     device: tuple[Tensor, ...] | None = None
+    tasks: StateTasks | None = None
+    """Of the CPU's kernel, as `device`."""
 
     def places(self, states: StateStack) -> Tensor:
         """Where each segment's state is written, int64."""
@@ -236,7 +233,7 @@ class SdpaAttention(Attention):
         self._flash = found.default if private_op and found is not None and device.type == "cpu" else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
-        singles = self._flash is not None and bool(plan.single.items)
+        singles = bool(plan.single.items) and _state_kernel(cache.k) is not None
         if singles:
             if plan.states is None:
                 plan.states = StateStack(1, sum(plan.query_tokens), q.shape[1], q.shape[2], q.device)
@@ -259,29 +256,20 @@ class SdpaAttention(Attention):
     def segment_states(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
     ) -> None:
-        if self._flash is None:
+        kernel = _state_kernel(k_cache)
+        if kernel is None:
             self._plain_segment_states(q, k_cache, v_cache, runs, states)
-            return
-        if not runs.items:
-            return
-        if runs.device is None:
-            runs.device = (runs.places(states),)
-        kv_heads, (heads, dim) = k_cache.shape[2], q.shape[1:]
-        group = heads // kv_heads
-        queries = _padded(q.view(-1, kv_heads, group, dim)).unsqueeze(1).unbind()
-        ahead = _ReadAhead(k_cache, v_cache)
-        outs, lses = [], []
-        for run in runs.items:
-            ahead.read(run)
-            # The segments are the operator's batch, the query heads of a KV head its query rows, which read its keys
-            # once.
-            query = queries[run.row].expand(run.segments, -1, -1, -1)
-            o, lse = self._flash(query, self.segments(k_cache, run), self.segments(v_cache, run))
-            outs.append(o)
-            lses.append(lse)
-        # All at once: a write costs more calls than bytes.
-        (places,) = runs.device
-        states.write(places, _joined(outs)[:, :, :group], _joined(lses)[:, :, :group])
+        elif runs.items:
+            if runs.tasks is None:
+                runs.tasks = _tasks(runs, states, self.block_tokens)
+            kernel(
+                q,
+                k_cache,
+                v_cache,
+                runs.tasks,
+                states.out.view(-1, *q.shape[1:]),
+                states.lse.view(-1, q.shape[1]),
+            )
 
     def _plain_segment_states(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
@@ -333,38 +321,20 @@ class SdpaAttention(Attention):
         return Partial(out, lse.reshape(kv_heads, rows, group).transpose(0, 1).reshape(rows, heads).float())
 
 
-def _padded(q: Tensor) -> Tensor:
-    """At least `_QUERY_ROWS_MIN` query rows to a KV head, of zeros behind `q` `[..., rows, head_dim]`.
-
-    Always, and not only where it saves time: the operator's bits are others with other numbers of rows.
-    """
-    missing = _QUERY_ROWS_MIN - q.shape[-2]
-    return q if missing <= 0 else torch.nn.functional.pad(q, (0, 0, 0, missing))
+def _state_kernel(cache: Tensor) -> StateKernel | None:
+    """For single queries over a cache; of the CPU alone."""
+    return state_kernel(cache.dtype, cache.shape[-1]) if cache.device.type == "cpu" else None
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-class _ReadAhead:
-    """Brings the keys and values of a run into the CPU's caches, where they are one run of memory. Changes no bit.
-
-    The operator goes through a sequence once for each KV head and meets a part of each token's row, which memory is
-    slow to deliver. A product of both is the fastest read that PyTorch has. With 512 tokens of three KV heads, f32,
-    that nothing has cached, both together take 97 us on Zen 4 and the operator alone 141.
-    """
-
-    def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
-        self._k, self._v = (cache.view(-1).view(torch.float32) for cache in (k_cache, v_cache))
-        row_bytes = k_cache[0, 0].nbytes
-        self._tokens_min = _READ_AHEAD_BYTES_MIN // row_bytes
-        self._row = row_bytes // self._k.itemsize
-
-    def read(self, run: SegmentRun) -> None:
-        tokens = run.segments * run.tokens
-        if run.first_row is not None and tokens >= self._tokens_min:
-            words = slice(run.first_row * self._row, (run.first_row + tokens) * self._row)
-            torch.dot(self._k[words], self._v[words])
+def _tasks(runs: StepRuns, states: StateStack, block_tokens: int) -> StateTasks:
+    tasks: list[tuple[int, int, int, int]] = []
+    blocks: list[int] = []
+    places = iter(runs.places(states).tolist())
+    for run in runs.items:
+        each = -(-run.tokens // block_tokens)
+        tasks += [(run.row, next(places), run.tokens, len(blocks) + i * each) for i in range(run.segments)]
+        blocks += run.blocks
+    return StateTasks(tasks, blocks)
 
 
 def _by_head(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from halfmoon.workers.model.kernels.attention import merge_kernel
+
 Tensor = torch.Tensor
 
 
@@ -59,6 +61,8 @@ class StateStack:
         """Over the own keys, of which every row has one: f32 `[rows, heads]`."""
         self.own_out: Tensor | None = None
         """`[rows, groups, 1, head_dim]`: one result for all query heads of a group, which may be one head."""
+        self._own_tokens: tuple[Tensor, Tensor, Tensor] | None = None
+        self._merge = merge_kernel(head_dim) if device.type == "cpu" else None
 
     def write(self, places: Tensor, out: Tensor, lse: Tensor) -> None:
         """One state a place, which is part * rows + row: `out` `[places, heads, head_dim]`, `lse` `[places, heads]`.
@@ -67,8 +71,23 @@ class StateStack:
         self.out.view(-1, *out.shape[1:]).index_copy_(0, places, out.float())
         self.lse.view(-1, *lse.shape[1:]).index_copy_(0, places, lse.float())
 
+    def own_token(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """The state of each row over its own token alone: its value, and the one score. `q` is
+        `[rows, heads, head_dim]`, `k` and `v` are `[rows, kv_heads, head_dim]`: `merged` reads them.
+        """
+        if self._merge is not None:
+            self._own_tokens = q, k, v
+            return
+        rows, heads, dim = q.shape
+        kv_heads = k.shape[1]
+        products = q.view(rows, kv_heads, heads // kv_heads, dim).float() * k.float().unsqueeze(2)
+        torch.sum(products, -1, out=self.own_lse.view(products.shape[:-1])).mul_(dim**-0.5)
+        self.own_out = v.unsqueeze(2)
+
     def merged(self) -> Tensor:
         """f32 `[rows, heads, head_dim]`. Uses up the content of `out`."""
+        if self._merge is not None and self._own_tokens is not None:
+            return self._merge(*self._own_tokens, self.out, self.lse)
         assert self.own_out is not None, "no state over the own keys"
         exps = (self._lses - self._lses.amax(0)).exp_()
         # One addition after the other, in order: how a sum over a dimension is grouped is the library's affair. And

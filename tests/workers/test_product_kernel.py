@@ -8,8 +8,9 @@ import llvmlite.binding as llvm
 import pytest
 import torch
 
-from halfmoon.workers.model import row_kernel
-from halfmoon.workers.model.row_kernel import LANES, KernelUnavailable, PackedRows
+from halfmoon.workers.model.kernels import products
+from halfmoon.workers.model.kernels.code import LANES, KernelUnavailable
+from halfmoon.workers.model.kernels.products import PackedRows
 
 Tensor = torch.Tensor
 
@@ -18,16 +19,14 @@ ROWS = 41
 """More than two tiles of any table."""
 
 
-@pytest.fixture(
-    params=sorted(row_kernel._TILES), ids=lambda registers: f"{registers} registers", autouse=True
-)
+@pytest.fixture(params=sorted(products._TILES), ids=lambda registers: f"{registers} registers", autouse=True)
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each CPU's tiles: here they may be slow, as sums that find no register go by memory."""
-    table = row_kernel._TILES[request.param]
-    monkeypatch.setattr(row_kernel, "_TILES", dict.fromkeys(row_kernel._TILES, table))
-    row_kernel._multiply_of.cache_clear()
+    table = products._TILES[request.param]
+    monkeypatch.setattr(products, "_TILES", dict.fromkeys(products._TILES, table))
+    products._multiply_of.cache_clear()
     yield
-    row_kernel._multiply_of.cache_clear()
+    products._multiply_of.cache_clear()
 
 
 @pytest.fixture
@@ -66,16 +65,16 @@ def test_each_element_is_one_chain_in_the_order_of_the_inputs(
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("outputs", [LANES, 9 * LANES, 900])
 def test_threads_share_the_outputs_and_change_no_bit(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_kernel, "_MULTIPLY_ADDS_MIN", 0)
+    monkeypatch.setattr(products, "_MULTIPLY_ADDS_MIN", 0)
     asked: list[int] = []
-    multiply = row_kernel._Multiply.__call__
+    multiply = products._Multiply.__call__
 
-    def noted(self: row_kernel._Multiply, product: row_kernel._Product, threads: int) -> None:
+    def noted(self: products._Multiply, threads: int, *arguments: int) -> None:
         asked.append(threads)
-        multiply(self, product, threads)
+        multiply(self, threads, *arguments)
 
-    monkeypatch.setattr(row_kernel._Multiply, "__call__", noted)
-    assert row_kernel._openmp() is not None
+    monkeypatch.setattr(products._Multiply, "__call__", noted)
+    assert products._openmp() is not None
     weight, x = drawn(outputs, 70), drawn(ROWS, 70)
     product, expected = PackedRows(weight), chain(x, weight, torch.zeros(outputs))
     for count in (1, 2, 3, 5):
@@ -99,6 +98,9 @@ def test_a_cpu_without_fused_multiply_adds_is_told(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_keeps_llvm_from_compiling_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_kernel, "_source", lambda *_: "no text of LLVM's")
-    with pytest.raises(KernelUnavailable, match=r"LLVM does not compile here: .*expected top-level entity"):
+    def unable() -> None:
+        raise RuntimeError("no memory\nfor code")
+
+    monkeypatch.setattr(llvm, "initialize_native_target", unable)
+    with pytest.raises(KernelUnavailable, match="LLVM does not compile here: no memory for code"):
         PackedRows(drawn(16, 16))

@@ -1,0 +1,341 @@
+"""Attention of single queries, as compiled kernels: the states over segments of a paged cache, and their merging.
+
+One call computes a whole layer of a step. Keys are read once, token by token as they lie, for all heads, and ask for
+the values of their token meanwhile, so that both come from memory in long runs. Each state has sums of its own, in one
+order, whatever is computed beside it and wherever its blocks lie. Source of states and of their merging:
+`attention.states`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import TypeVar
+
+import torch
+from llvmlite import ir
+
+from halfmoon.workers.model.kernels.code import (
+    F32,
+    I64,
+    LANES,
+    LINE_BYTES,
+    VECTOR,
+    Code,
+    Compiled,
+    KernelUnavailable,
+    Value,
+    bits_of,
+)
+
+Tensor = torch.Tensor
+_Kernel = TypeVar("_Kernel")
+
+_VECTORS_AT_ONCE = 4
+"""Sums of a head that stay in registers while the values go by."""
+
+
+class StateKernel:
+    """The states of queries, one of each sequence, over segments of a cache of `dtype`."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
+        module = ir.Module()
+        code = _states_code(module, dtype, head_dim)
+        self._run, self._scale = Compiled(module).function(code), bits_of(head_dim**-0.5)
+
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tasks: StateTasks, out: Tensor, lse: Tensor
+    ) -> None:
+        """`q` `[rows, heads, head_dim]`, one layer of a cache, `[num_blocks, block_tokens, kv_heads, head_dim]` each.
+        Writes each task's state at its place: `out` f32 `[places, heads, head_dim]`, rounded to the dtype of the cache,
+        and `lse` f32 `[places, heads]`.
+        """
+        q, heads = _by_rows(q), q.shape[1]
+        _, block_tokens, kv_heads, _ = k_cache.shape
+        block, token = (k_cache.stride(i) * k_cache.itemsize for i in (0, 1))
+        scores = tasks.scores(heads)
+        self._run(
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tasks.tasks.data_ptr(), tasks.blocks.data_ptr(),
+            scores.data_ptr(), out.data_ptr(), lse.data_ptr(), 4 * q.stride(0), block, token, block_tokens, kv_heads,
+            heads // kv_heads, 4 * scores.stride(0), len(tasks.tasks), self._scale,
+        )  # fmt: skip
+
+
+class StateTasks:
+    """The tasks of a step, in each layer."""
+
+    def __init__(self, tasks: Sequence[tuple[int, int, int, int]], blocks: Sequence[int]) -> None:
+        """Each task is (row of the queries, place of its state, tokens, first of its blocks among `blocks`)."""
+        self.tasks, self.blocks = (
+            torch.tensor(tasks, dtype=torch.int64),
+            torch.tensor(blocks, dtype=torch.int64),
+        )
+        self._longest = max(tokens for _, _, tokens, _ in tasks)
+        self._scores: Tensor | None = None
+
+    def scores(self, heads: int) -> Tensor:
+        """Room for those of one task: a vector more than its tokens."""
+        if self._scores is None:
+            self._scores = torch.empty(heads, self._longest + LANES)
+        return self._scores
+
+
+class MergeKernel:
+    """Merges, for single queries, the states over a row's past with the one over its own token."""
+
+    def __init__(self, head_dim: int) -> None:
+        module = ir.Module()
+        code = _merge_code(module, head_dim)
+        self._run, self._scale = Compiled(module).function(code), bits_of(head_dim**-0.5)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+        """f32 `[rows, heads, head_dim]`: of states f32 `[parts, rows, heads, head_dim]` and `[parts, rows, heads]`, in
+        order, and of the own tokens' keys and values `[rows, kv_heads, head_dim]`.
+        """
+        q, k, v = _by_rows(q), _by_rows(k), _by_rows(v)
+        rows, heads, _ = q.shape
+        kv_heads = k.shape[1]
+        made = torch.empty(q.shape)
+        self._run(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), made.data_ptr(), 4 * q.stride(0),
+            4 * k.stride(0), 4 * v.stride(0), rows, len(lse), kv_heads, heads // kv_heads, self._scale,
+        )  # fmt: skip
+        return made
+
+
+@cache
+def state_kernel(dtype: torch.dtype, head_dim: int) -> StateKernel | None:
+    """None where heads are no whole vectors, and where nothing can be compiled."""
+    return _where_possible(head_dim, lambda: StateKernel(dtype, head_dim))
+
+
+@cache
+def merge_kernel(head_dim: int) -> MergeKernel | None:
+    """None as in `state_kernel`."""
+    return _where_possible(head_dim, lambda: MergeKernel(head_dim))
+
+
+def _where_possible(head_dim: int, make: Callable[[], _Kernel]) -> _Kernel | None:
+    if head_dim % LANES:
+        return None
+    try:
+        return make()
+    except KernelUnavailable:
+        return None
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """In f32, and each row in one run of memory."""
+    x = x.float()
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _dot(code: Code, query: Value, keys: list[Value]) -> Value:
+    total = code.builder.fmul(code.load(query, keys[0].type), keys[0])
+    for i, key in enumerate(keys[1:], 1):
+        total = code.fma(code.load(code.at(query, LINE_BYTES * i), key.type), key, total)
+    return code.summed(total)
+
+
+def _states_code(module: ir.Module, dtype: torch.dtype, head_dim: int) -> Code:
+    """`_row`, `block`, `token`: bytes from one to the next."""
+    addresses = ("q", "k", "v", "tasks", "blocks", "scores", "out", "lse")
+    numbers = (
+        "q_row",
+        "block",
+        "token",
+        "block_tokens",
+        "kv_heads",
+        "group",
+        "scores_row",
+        "tasks_number",
+        "scale",
+    )
+    code = Code(module, "states", addresses, numbers)
+
+    def task(index: Value) -> None:
+        one = _Task(code, dtype, head_dim, index)
+        one.over_tokens([], one.score)
+        code.each(code.given["kv_heads"], one.attend)
+
+    code.each(code.given["tasks_number"], task)
+    return code.ended()
+
+
+class _Task:
+    """Writes the code of one task."""
+
+    def __init__(self, code: Code, dtype: torch.dtype, head_dim: int, index: Value) -> None:
+        self.code, self.given, self.dtype, self.head_dim = code, code.given, dtype, head_dim
+        self.head_bytes, self.vector_bytes = head_dim * dtype.itemsize, LANES * dtype.itemsize
+        told = code.at(self.given["tasks"], code.multiply(index, 32))
+        row, place, self.tokens, first = (code.load(code.at(told, 8 * i), I64) for i in range(4))
+        self.q = code.at(self.given["q"], code.multiply(row, self.given["q_row"]))
+        self.blocks = code.at(self.given["blocks"], code.multiply(first, 8))
+        self.first_state = code.multiply(code.multiply(place, self.given["kv_heads"]), self.given["group"])
+
+    def over_tokens(
+        self, begin: list[Value], visit: Callable[[Value, Value, list[Value]], list[Value]]
+    ) -> list[Value]:
+        """`visit(token, bytes from the beginning of the cache, values)` of each token, block by block."""
+        code, builder, given = self.code, self.code.builder, self.given
+        size = given["block_tokens"]
+
+        def block(number: Value, values: list[Value]) -> list[Value]:
+            start = code.multiply(number, size)
+            left = builder.sub(self.tokens, start)
+            here = builder.select(builder.icmp_unsigned("<", left, size), left, size)
+            base = code.multiply(
+                code.load(code.at(self.blocks, code.multiply(number, 8)), I64), given["block"]
+            )
+
+            def token(index: Value, values: list[Value]) -> list[Value]:
+                offset = code.add(base, code.multiply(index, given["token"]))
+                return visit(code.add(start, index), offset, values)
+
+            return code.loop(here, values, token)
+
+        number_of_blocks = builder.udiv(builder.sub(code.add(self.tokens, size), code.number(1)), size)
+        return code.loop(number_of_blocks, begin, block)
+
+    def scores_of(self, head: Value) -> Value:
+        return self.code.at(self.given["scores"], self.code.multiply(head, self.given["scores_row"]))
+
+    def score(self, token: Value, offset: Value, _: list[Value]) -> list[Value]:
+        """By all heads; the token's values are asked for."""
+        code, given = self.code, self.given
+        key, value, column = code.at(given["k"], offset), code.at(given["v"], offset), code.multiply(token, 4)
+        scale = code.single(given["scale"])
+
+        def kv_head(number: Value) -> None:
+            part = code.multiply(number, self.head_bytes)
+            for line in range(0, self.head_bytes, LINE_BYTES):
+                code.prefetch(code.at(value, part, line))
+            skips = range(0, self.head_bytes, self.vector_bytes)
+            keys = [code.widened(code.at(key, part, skip), self.dtype) for skip in skips]
+
+            def query(member: Value) -> None:
+                head = code.add(code.multiply(number, given["group"]), member)
+                found = _dot(code, code.at(self.q, code.multiply(head, 4 * self.head_dim)), keys)
+                code.store(code.builder.fmul(found, scale), code.at(self.scores_of(head), column))
+
+            code.each(given["group"], query)
+
+        code.each(given["kv_heads"], kv_head)
+        return []
+
+    def weigh(self, head: Value) -> Value:
+        """The head's scores become weights that are not normalised; writes their log-sum-exp, returns their sum."""
+        code, builder, scores = self.code, self.code.builder, self.scores_of(head)
+        # The rest of the last vector: its weights are too small to change a sum, which is at least 1.
+        code.store(code.constant(float("-inf")), code.at(scores, code.multiply(self.tokens, 4)))
+        vectors = builder.udiv(code.add(self.tokens, LANES - 1), code.number(LANES))
+
+        def at(index: Value) -> Value:
+            return code.at(scores, code.multiply(index, LINE_BYTES))
+
+        def larger(index: Value, tops: list[Value]) -> list[Value]:
+            return [code.larger(code.load(at(index), VECTOR), tops[0])]
+
+        (tops,) = code.loop(vectors, [code.constant(float("-inf"))], larger)
+        top = code.folded(tops, code.larger)
+        tops = code.splat(top)
+
+        def exponential(index: Value, sums: list[Value]) -> list[Value]:
+            made = code.exponential(builder.fsub(code.load(at(index), VECTOR), tops))
+            code.store(made, at(index))
+            return [builder.fadd(sums[0], made)]
+
+        (sums,) = code.loop(vectors, [code.constant(0.0)], exponential)
+        total = code.summed(sums)
+        state = code.add(self.first_state, head)
+        lse = builder.fadd(top, code.logarithm(total))
+        code.store(lse, code.at(self.given["lse"], code.multiply(state, 4)))
+        return total
+
+    def attend(self, kv_head: Value) -> None:
+        """Of the queries of one KV head: the sums of values, by weight."""
+        code, given = self.code, self.given
+        part = code.multiply(kv_head, self.head_bytes)
+
+        def member(index: Value) -> None:
+            head = code.add(code.multiply(kv_head, given["group"]), index)
+            total, scores = code.splat(self.weigh(head)), self.scores_of(head)
+            out = code.at(given["out"], code.multiply(code.add(self.first_state, head), 4 * self.head_dim))
+
+            def add(which: range, token: Value, offset: Value, sums: list[Value]) -> list[Value]:
+                weight = code.splat(code.load(code.at(scores, code.multiply(token, 4)), F32))
+                value = code.at(given["v"], offset, part)
+                terms = [code.widened(code.at(value, self.vector_bytes * i), self.dtype) for i in which]
+                return [code.fma(weight, term, so_far) for term, so_far in zip(terms, sums, strict=True)]
+
+            vectors = range(self.head_dim // LANES)
+            for start in vectors[::_VECTORS_AT_ONCE]:
+                which = vectors[start : start + _VECTORS_AT_ONCE]
+                sums = self.over_tokens([code.constant(0.0)] * len(which), partial(add, which))
+                for i, found in zip(which, sums, strict=True):
+                    # As a state is sent from elsewhere.
+                    rounded = code.rounded(code.builder.fdiv(found, total), self.dtype)
+                    code.store(rounded, code.at(out, LINE_BYTES * i))
+
+        code.each(given["group"], member)
+
+
+def _merge_code(module: ir.Module, head_dim: int) -> Code:
+    addresses = ("q", "k", "v", "states", "lse", "out")
+    numbers = ("q_row", "k_row", "v_row", "rows", "parts", "kv_heads", "group", "scale")
+    code = Code(module, "merge", addresses, numbers)
+    builder, given = code.builder, code.given
+    group, parts, scale = given["group"], given["parts"], code.single(given["scale"])
+    heads = code.multiply(given["kv_heads"], group)
+    part_states = code.multiply(given["rows"], heads)
+    nothing = ir.Constant(F32, float("-inf"))
+
+    def row(index: Value) -> None:
+        q, k, v = (code.at(given[name], code.multiply(index, given[f"{name}_row"])) for name in "qkv")
+
+        def head(number: Value) -> None:
+            kv_part = code.multiply(builder.udiv(number, group), 4 * head_dim)
+            skips = range(0, 4 * head_dim, LINE_BYTES)
+            keys = [code.widened(code.at(k, kv_part, skip), torch.float32) for skip in skips]
+            own = builder.fmul(_dot(code, code.at(q, code.multiply(number, 4 * head_dim)), keys), scale)
+            first = code.add(code.multiply(index, heads), number)
+
+            def state_of(part: Value) -> Value:
+                return code.add(code.multiply(part, part_states), first)
+
+            def lse_of(part: Value) -> Value:
+                return code.load(code.at(given["lse"], code.multiply(state_of(part), 4)), F32)
+
+            (top,) = code.loop(parts, [own], lambda part, tops: [code.larger(lse_of(part), tops[0])])
+
+            def weight_of(lse: Value) -> Value:
+                """The same in all lanes; none of a state over no keys."""
+                weight = code.exponential(code.splat(builder.fsub(lse, top)))
+                none = builder.fcmp_ordered("==", lse, nothing)
+                return builder.select(none, code.constant(0.0), weight)
+
+            own_weight = weight_of(own)
+            (total,) = code.loop(
+                parts, [own_weight], lambda part, totals: [builder.fadd(totals[0], weight_of(lse_of(part)))]
+            )
+            share = builder.fdiv(own_weight, total)
+            begin = [builder.fmul(share, code.load(code.at(v, kv_part, skip), share.type)) for skip in skips]
+
+            def add(part: Value, sums: list[Value]) -> list[Value]:
+                share = builder.fdiv(weight_of(lse_of(part)), total)
+                state = code.at(given["states"], code.multiply(state_of(part), 4 * head_dim))
+                return [
+                    code.fma(share, code.load(code.at(state, skip), share.type), so_far)
+                    for skip, so_far in zip(skips, sums, strict=True)
+                ]
+
+            # Zero is added because that turns -0 into 0, which a part without keys would do to some batches only.
+            begin = [builder.fadd(each, code.constant(0.0)) for each in begin]
+            for skip, found in zip(skips, code.loop(parts, begin, add), strict=True):
+                code.store(found, code.at(given["out"], code.multiply(first, 4 * head_dim), skip))
+
+        code.each(heads, head)
+
+    code.each(given["rows"], row)
+    return code.ended()
