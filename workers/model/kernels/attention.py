@@ -254,7 +254,7 @@ class _Task:
         return total
 
     def attend(self, kv_head: Value) -> None:
-        """Of the queries of one KV head: the sums of values, by weight."""
+        """The sums of values by weight, for the queries of one KV head."""
         code, given = self.code, self.given
         part = code.multiply(kv_head, self.head_bytes)
 
