@@ -136,8 +136,8 @@ class Engine:
         return in_turn([self._chunk_rows(chunk, hooks=hooks)])[0]
 
     def activation(self, tokens: int) -> Tensor:
-        """Memory on the CPU for the residual of a chunk of `tokens`, `[rows, hidden]` with rows of padding."""
-        return torch.empty((whole_tiles(tokens), self.config.hidden), dtype=self.dtype)
+        """Memory on the CPU for the residual of a chunk of `tokens`, `[tokens, hidden]`."""
+        return torch.empty((tokens, self.config.hidden), dtype=self.dtype)
 
     @torch.inference_mode()
     def prefill_stage(
@@ -168,10 +168,10 @@ class Engine:
         count = len(token_ids)
         self._check(chunk)
         slots = self._slots([block_table] * count, range(start, start + count))
-        padded = whole_tiles(count)
+        padded = self._tiled(count)
         x, cos, sin = self._enter(token_ids, range(start, start + count), padded)
         if before is not None:
-            x = before.to(self.device)
+            x[:count] = before.to(self.device)
         layers = range(self.config.layers) if layers is None else layers
         plan = self._plan([block_table], [count], [start + count], hooks.elsewhere)
         attended = self._room(padded)
@@ -192,7 +192,7 @@ class Engine:
             x = layer.finish(x, attended.view(padded, -1))
             yield
         if layers.stop < self.config.layers:
-            return x
+            return x[:count]
         self._score(x, chunk)
         if not chunk.want_logits:
             return None
@@ -264,7 +264,7 @@ class Engine:
             ids += chunk.token_ids
             places += range(chunk.start, chunk.start + count)
             tables += [chunk.block_table] * count
-        rows, padded = len(ids), whole_tiles(len(ids))
+        rows, padded = len(ids), self._tiled(len(ids))
         slots = self._slots(tables, places)
         x, cos, sin = self._enter(ids, places, padded)
         plans = []
@@ -435,8 +435,12 @@ class Engine:
         padded = self._padded(len(token_ids))
         return *self._enter(token_ids, positions, padded), self._room(padded)
 
+    def _tiled(self, rows: int) -> int:
+        """A chunk's, with the rows of padding (`whole_tiles`)."""
+        return rows if self.rows_apart else whole_tiles(rows)
+
     def _padded(self, rows: int) -> int:
-        """With the rows of padding."""
+        """A step's, with the rows of padding."""
         return next((count for count in self.product_rows if count >= rows), rows)
 
     def _room(self, rows: int) -> Tensor:

@@ -136,13 +136,12 @@ def _openmp() -> Any:
     PyTorch has another one; products are then computed by one thread.
     """
     try:
-        mapped = Path("/proc/self/maps").read_text()
+        found = re.search(r"/.*/libgomp[^/\n]*$", Path("/proc/self/maps").read_text(), re.MULTILINE)
+        if found is None:
+            return None
+        library = ctypes.CDLL(found[0])
     except OSError:
         return None
-    found = re.search(r"/\S*libgomp\S*", mapped)
-    if found is None:
-        return None
-    library = ctypes.CDLL(found[0])
     for name in _OF_A_THREAD:
         llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     parallel = library.GOMP_parallel
