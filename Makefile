@@ -147,7 +147,7 @@ lint: $(DEV_STAMP)
 	echo "mypy --strict -p halfmoon -p benchmarks.papers"; $(BIN)/mypy -p halfmoon -p benchmarks.papers || status=1; \
 	exit $$status
 
-BENCH := attention_offloading canonical_split channels conductor_deaths conductors control_plane engine_fleet engine_tier eviction generate kv_reuse numerics outgrown_cache piggyback policies policy_capacity predictions pushes remote_attention replay page sessions_live similar similar_live similar_retention simulation_live simulation_scale ssd stages start structured_outputs transfer
+BENCH := attention_offloading canonical_split channels conductor_deaths conductors control_plane engine_fleet engine_tier eviction generate kv_reuse numerics outgrown_cache piggyback policies policy_capacity predictions products pushes remote_attention replay page sessions_live similar similar_live similar_retention simulation_live simulation_scale ssd stages start structured_outputs transfer
 # These hold this checkout against another one, which `make bench` does not have.
 COMPARISONS := structure turns
 bench: $(RUN_STAMP)

@@ -206,6 +206,17 @@ def _cpu_engines(result: Result) -> str:
     return f"{at('float32')}; {at('bfloat16')}"
 
 
+def _products(result: Result) -> str:
+    def at(dtype: str) -> str:
+        rows = [row for row in result["rows"] if (row["dtype"], row["shape"]) == (dtype, result["rows"][0]["shape"])]
+        library = rows[0]["kernels"]["library"]
+        return f"{dtype}, to {library}: " + ", ".join(
+            f"{row['rows']} rows {row['of_bound']['p50']:.2f} and {row['ratio']['p50']:.2f}" for row in rows
+        )
+
+    return f"{at('float32')}; {at('bfloat16')}"
+
+
 def _engine_fleet(result: Result) -> str:
     step, cpu = result["step_us"], result["cores"]["conductors"]
     return (
@@ -281,6 +292,12 @@ ROWS = (
         _cpu_engines,
     ),
     Row("the same on a core with AVX2 alone", "cpu_engines_avx2.json", _cpu_engines),
+    Row(
+        "products of cold weights by the row kernel: speed to what memory or multiply-adds allow one core, and time to the "
+        "library's product",
+        "products.json",
+        _products,
+    ),
     Row("100 engines behind adapters, a fifth of which lie", "engine_fleet.json", _engine_fleet),
     Row(
         "64 MiB of blocks over TCP: speed to a plain socket", "transfer.json", _transfer("tcp_get", "socket")

@@ -23,8 +23,8 @@ Tensor = torch.Tensor
 Product = Callable[[Tensor], Tensor]
 
 _PACKED_FOR_ROWS = 16
-#: A chunk's rows come in tiles of so many: oneDNN prepares a product anew for each number of rows that it has not had,
-#: which takes up to a tenth of the time of a short prompt.
+#: Where rows are not computed apart, a chunk's come in tiles of so many: oneDNN prepares a product anew for each number
+#: of rows that it has not had, which takes up to a tenth of the time of a short prompt.
 TILE_ROWS = 16
 
 

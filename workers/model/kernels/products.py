@@ -18,6 +18,7 @@ bf16 weights of two outputs, half a panel apart, which a shift and a mask widen.
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from collections.abc import Sequence
 from functools import cache, partial
@@ -62,7 +63,7 @@ class PackedRows:
         self._multiply = _multiply_of(weight.dtype)
         self._outputs, self._inputs = weight.shape
         self._panels = -(-self._outputs // LANES)
-        self._weights = _in_panels(weight)
+        self._weights = self._multiply.in_panels(weight)
         self._bias = torch.zeros(self._panels * LANES)
         if bias is not None:
             self._bias[: self._outputs] = bias
@@ -83,21 +84,6 @@ class PackedRows:
                 4 * self._inputs, self._panel, 4 * width, self._inputs, rows, self._panels,
             )  # fmt: skip
         return out if width == self._outputs else out[:, : self._outputs].contiguous()
-
-
-def _in_panels(weight: Tensor) -> Tensor:
-    """`[panels, inputs, LANES]`, from a cache line on; of bf16 `[panels, inputs, LANES / 2, 2]`."""
-    missing = -len(weight) % LANES
-    if missing:
-        weight = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])])
-    panels = weight.reshape(-1, LANES, weight.shape[1]).transpose(1, 2)
-    if weight.dtype == torch.bfloat16:
-        # The lower half of a word comes first.
-        panels = panels.reshape(*panels.shape[:2], 2, LANES // 2).transpose(2, 3)
-    room = torch.empty(weight.numel() * weight.itemsize + LINE_BYTES, dtype=torch.uint8)
-    skipped = -room.data_ptr() % LINE_BYTES
-    aligned = room[skipped : skipped + weight.numel() * weight.itemsize].view(weight.dtype)
-    return aligned.view(panels.shape).copy_(panels)
 
 
 class _Multiply:
@@ -148,6 +134,33 @@ def _openmp() -> Any:
     parallel.restype = None
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     return parallel
+
+
+def _pack(module: ir.Module, dtype: torch.dtype) -> Code:
+    """Takes rows of weights into panels: sixteen runs of memory are read at once, and one is written."""
+    code = Code(module, "pack", ("weight", "out"), ("inputs", "panels"))
+    builder, given, size = code.builder, code.given, dtype.itemsize
+    number = ir.IntType(8 * size)
+    # The lower half of a word comes first.
+    order = [lane // 2 + lane % 2 * (LANES // 2) for lane in range(LANES)] if dtype == torch.bfloat16 else range(LANES)
+
+    def panel(index: Value) -> None:
+        row = code.multiply(given["inputs"], size)
+        skip = code.multiply(code.multiply(index, row), LANES)
+        rows = [code.at(given["weight"], skip, code.multiply(row, output)) for output in order]
+        out = code.at(given["out"], skip)
+
+        def one(index: Value) -> None:
+            lanes = ir.Constant(ir.VectorType(number, LANES), ir.Undefined)
+            for lane, start in enumerate(rows):
+                weight = code.load(code.at(start, code.multiply(index, size)), number, size)
+                lanes = builder.insert_element(lanes, weight, ir.Constant(I32, lane))
+            code.store(lanes, code.at(out, code.multiply(index, LANES * size)), LANES * size)
+
+        code.each(given["inputs"], one)
+
+    code.each(given["panels"], panel)
+    return code.ended()
 
 
 def _whole(module: ir.Module, panels: Code) -> Code:
