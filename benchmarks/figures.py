@@ -208,7 +208,11 @@ def _cpu_engines(result: Result) -> str:
 
 def _products(result: Result) -> str:
     def at(dtype: str) -> str:
-        rows = [row for row in result["rows"] if (row["dtype"], row["shape"]) == (dtype, result["rows"][0]["shape"])]
+        rows = [
+            row
+            for row in result["rows"]
+            if (row["dtype"], row["shape"]) == (dtype, result["rows"][0]["shape"])
+        ]
         library = rows[0]["kernels"]["library"]
         return f"{dtype}, to {library}: " + ", ".join(
             f"{row['rows']} rows {row['of_bound']['p50']:.2f} and {row['ratio']['p50']:.2f}" for row in rows
@@ -293,8 +297,8 @@ ROWS = (
     ),
     Row("the same on a core with AVX2 alone", "cpu_engines_avx2.json", _cpu_engines),
     Row(
-        "products of cold weights by the row kernel: speed to what memory or multiply-adds allow one core, and time to the "
-        "library's product",
+        "products of cold weights by the row kernel: speed to what memory or multiply-adds allow one core, and time to "
+        "the library's product",
         "products.json",
         _products,
     ),

@@ -1,5 +1,5 @@
-"""Products of one layer's weights, by the row kernel and by the libraries, beside what bounds them: the speed at which one
-core reads memory, and its fused multiply-adds a second. All by turns in one run, on one thread.
+"""Products of one layer's weights, by the row kernel and by the libraries, beside what bounds them: the speed at which
+one core reads memory, and its fused multiply-adds a second. All by turns in one run, on one thread.
 
 Weights are cold: those of many layers take turns, as in a step. `of_bound` is the time that the bound allows over the
 time taken: 1 where no product could be faster. What reads and what multiplies is compiled as the kernels are.
@@ -39,24 +39,31 @@ def bounds() -> tuple[Callable[[], float], Callable[[], float]]:
 
     def line(index: Value, sums: list[Value]) -> list[Value]:
         start = read.at(read.given["from"], read.multiply(index, LINE_BYTES * len(sums)))
-        return [read.builder.fadd(each, read.load(read.at(start, LINE_BYTES * i), VECTOR)) for i, each in enumerate(sums)]
+        return [
+            read.builder.fadd(each, read.load(read.at(start, LINE_BYTES * i), VECTOR))
+            for i, each in enumerate(sums)
+        ]
 
     for each in read.loop(read.given["lines"], [read.constant(0.0)] * 4, line):
         read.store(each, read.given["out"])
     read.ended()
     add = Code(module, "add", ("out",), ("steps",))
     factor = add.load(add.given["out"], VECTOR)
-    for each in add.loop(
-        add.given["steps"], [factor] * CHAINS, lambda _, sums: [add.fma(factor, factor, each) for each in sums]
-    ):
-        add.store(each, add.given["out"])
+
+    def chains(_: Value, sums: list[Value]) -> list[Value]:
+        return [add.fma(factor, factor, so_far) for so_far in sums]
+
+    for total in add.loop(add.given["steps"], [factor] * CHAINS, chains):
+        add.store(total, add.given["out"])
     add.ended()
     compiled = Compiled(module)
     reads, adds = compiled.function(read), compiled.function(add)
     memory, out = torch.ones(READ_BYTES // 4), torch.zeros(16)
 
     def bytes_per_s() -> float:
-        return READ_BYTES / taken(lambda: reads(memory.data_ptr(), out.data_ptr(), READ_BYTES // (4 * LINE_BYTES)))
+        return READ_BYTES / taken(
+            lambda: reads(memory.data_ptr(), out.data_ptr(), READ_BYTES // (4 * LINE_BYTES))
+        )
 
     def adds_per_s() -> float:
         out.zero_()
@@ -104,13 +111,19 @@ def main() -> None:
                 for count in ROWS:
                     x = torch.randn(count, inputs).to(dtype)
                     work = {name: partial(through, layers, x) for name, layers in kinds.items()}
-                    found: dict[str, list[float]] = {"rows_us": [], "library_us": [], "ratio": [], "of_bound": []}
+                    found: dict[str, list[float]] = {
+                        "rows_us": [],
+                        "library_us": [],
+                        "ratio": [],
+                        "of_bound": [],
+                    }
                     for run in work.values():
                         run()
                     for _ in range(args.rounds):
                         took = {name: taken(run) / args.layers for name, run in work.items()}
                         bound = max(
-                            outputs * inputs * dtype.itemsize / bytes_per_s(), count * outputs * inputs / adds_per_s()
+                            outputs * inputs * dtype.itemsize / bytes_per_s(),
+                            count * outputs * inputs / adds_per_s(),
                         )
                         found["rows_us"].append(took["rows"] * 1e6)
                         found["library_us"].append(took["library"] * 1e6)
@@ -126,7 +139,8 @@ def main() -> None:
                         }
                     )
     lines = [
-        f"{row['dtype']:>9} {row['shape'][0]:>5} x {row['shape'][1]:<5} {row['rows']:>4} rows: {row['rows_us']['p50']:9.0f} us, "
+        f"{row['dtype']:>9} {' x '.join(map(str, row['shape'])):<11} {row['rows']:>4} rows: "
+        f"{row['rows_us']['p50']:9.0f} us, "
         f"{row['kernels']['library']} {row['library_us']['p50']:9.0f}, ratio {row['ratio']['p50']:.2f} "
         f"({row['ratio']['min']:.2f} to {row['ratio']['max']:.2f}), of the bound {row['of_bound']['p50']:.2f} "
         f"({row['of_bound']['min']:.2f} to {row['of_bound']['max']:.2f})"

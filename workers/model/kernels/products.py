@@ -97,11 +97,25 @@ class _Multiply:
         whole = _whole(module, panels)
         # Names functions that have to be there.
         share = _share(module, panels, whole) if self._parallel is not None else None
+        pack = _pack(module, dtype)
         compiled = Compiled(module)
-        self._whole, self._share = (
-            compiled.function(whole),
-            compiled.address(share) if share is not None else 0,
-        )
+        self._whole, self._pack = compiled.function(whole), compiled.function(pack)
+        self._share = compiled.address(share) if share is not None else 0
+
+    def in_panels(self, weight: Tensor) -> Tensor:
+        """`[panels, inputs, LANES]`, from a cache line on. Outputs that the last panel lacks have weights of 0."""
+        weight = weight.contiguous()
+        outputs, inputs = weight.shape
+        whole, rest = divmod(outputs, LANES)
+        shape = (whole + bool(rest), inputs, LANES)
+        room = torch.empty(math.prod(shape) * weight.itemsize + LINE_BYTES, dtype=torch.uint8)
+        skipped = -room.data_ptr() % LINE_BYTES
+        panels = room[skipped : len(room) - LINE_BYTES + skipped].view(weight.dtype).view(shape)
+        self._pack(weight.data_ptr(), panels.data_ptr(), inputs, whole)
+        if rest:
+            last = torch.cat([weight[-rest:], weight.new_zeros(LANES - rest, inputs)])
+            self._pack(last.data_ptr(), panels[-1].data_ptr(), inputs, 1)
+        return panels
 
     def __call__(self, threads: int, *arguments: int) -> None:
         if threads == 1 or self._parallel is None:
@@ -142,7 +156,11 @@ def _pack(module: ir.Module, dtype: torch.dtype) -> Code:
     builder, given, size = code.builder, code.given, dtype.itemsize
     number = ir.IntType(8 * size)
     # The lower half of a word comes first.
-    order = [lane // 2 + lane % 2 * (LANES // 2) for lane in range(LANES)] if dtype == torch.bfloat16 else range(LANES)
+    order = (
+        [lane // 2 + lane % 2 * (LANES // 2) for lane in range(LANES)]
+        if dtype == torch.bfloat16
+        else range(LANES)
+    )
 
     def panel(index: Value) -> None:
         row = code.multiply(given["inputs"], size)
