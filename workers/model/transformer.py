@@ -87,6 +87,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale * weight).to(x.dtype)
 
 
+def _normed(x: Tensor, weight: Tensor, eps: float, kernels: RowKernels | None) -> Tensor:
+    return rms_norm(x, weight, eps) if kernels is None else kernels.norm(x, weight, eps)
+
+
 class Layer:
     """The weights of one layer, packed."""
 
@@ -134,9 +138,7 @@ class Layer:
         return turned[:, :turning], heads[:, turning:]
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self._kernels is not None:
-            return self._kernels.norm(x, weight, self._config.rms_eps)
-        return rms_norm(x, weight, self._config.rms_eps)
+        return _normed(x, weight, self._config.rms_eps, self._kernels)
 
     def _turned(self, made: Tensor, turning: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """A product's heads `[rows, heads * head_dim]`: the first `turning` turned, and all that are not."""
@@ -205,6 +207,4 @@ class Transformer:
 
     def logits(self, x: Tensor) -> Tensor:
         """f32 `[rows, vocab]`."""
-        if self._kernels is not None:
-            return self._head(self._kernels.norm(x, self._norm, self.config.rms_eps))
-        return self._head(rms_norm(x, self._norm, self.config.rms_eps)).float()
+        return self._head(_normed(x, self._norm, self.config.rms_eps, self._kernels)).float()
