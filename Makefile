@@ -109,7 +109,7 @@ test-delays: $(DEV_STAMP)
 test-attention: $(DEV_STAMP)
 	HALFMOON_TEST_ATTENTION=1 $(BIN)/python -m pytest -o faulthandler_timeout=1000 -m slow tests/cluster/test_attention_workers.py tests/cluster/test_moves.py tests/cluster/test_lending.py $(ARGS)
 
-KERNELS := onednn plain f32 public whole avx2 sse
+KERNELS := onednn plain f32 amx public whole avx2 sse
 KERNEL_TESTS := $(addprefix tests/workers/test_,exactness.py attention_exact.py mixed_iterations.py pooled_segments.py remote_segments.py remote_cache.py split_cache.py moved_segments.py stages.py) tests/cluster/test_same_text.py::test_bf16_gives_the_same_bits_in_all_ways
 # What a start measured with other kernels is not read: a cache folder for each.
 test-kernels: $(DEV_STAMP)

@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from halfmoon.workers.model.linear import multiplies
 
 FOLDER = Path(__file__).parent / "injected"
 #: Says whether the first step of a task came before a later call of the loop, and what was imported unasked.
@@ -51,18 +54,20 @@ print(*(each.__name__ for each in changed))
 """
 
 
-#: What a start finds here: the kernels of products in f32 and bf16, the private operator of attention, whether any
-#: number of rows but a whole group's has its bits, and the instructions that PyTorch uses.
+#: What a start finds here: the kernels of products in f32 and bf16, whether the row kernel's take bf16 in pairs, the
+#: private operator of attention, whether any number of rows but a whole group's has its bits, and the instructions that
+#: PyTorch uses.
 FOUND = """
 import logging, os, torch
 from types import SimpleNamespace
 from halfmoon.workers.model import self_test
 from halfmoon.workers.model.attention.kernel import SdpaAttention
+from halfmoon.workers.model.kernels import products
 from halfmoon.workers.model.linear import Linear
 self_test._products_of = lambda engine: lambda rows: []
 logging.disable()  # where nothing is compiled a start says so
 print(*(Linear(torch.zeros(16, 16, dtype=dtype)).kernel for dtype in (torch.float32, torch.bfloat16)),
-    SdpaAttention(16, torch.device("cpu"))._flash is not None,
+    products.multiplies_pairs(), SdpaAttention(16, torch.device("cpu"))._flash is not None,
     len(self_test.invariant_row_counts(SimpleNamespace(group_rows=16, rows_apart=False))) > 1,
     torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA"))
 """
@@ -93,22 +98,25 @@ def test_what_the_delays_change_is_where_it_was() -> None:
 
 
 def found(kernel: str) -> dict[str, str]:
-    names = ("f32", "bf16", "private", "fewer_rows", "capability", "isa")
+    names = ("f32", "bf16", "pairs", "private", "fewer_rows", "capability", "isa")
     return dict(zip(names, said(FOUND, HALFMOON_TEST_KERNEL=kernel).split(), strict=True))
 
 
 @pytest.mark.slow
 def test_each_kernel_differs_from_what_a_start_finds_in_what_it_is_named_for() -> None:
     here = found("")
-    libraries = {"f32": "onednn", "bf16": "plain" if here["bf16"] == "rows" else "onednn"}
+    # Where oneDNN has no products of bf16, PyTorch's are plain.
+    narrow = "onednn" if multiplies(torch.bfloat16) else "plain"
+    libraries = {"f32": "onednn", "bf16": narrow}
     expected = {
         "onednn": libraries,
         "plain": {"f32": "plain", "bf16": "plain"},
-        "f32": {"bf16": "rows"},
+        "f32": {"bf16": "rows", "pairs": "False"},
+        "amx": {"bf16": narrow},
         "public": {"private": "False"},
         "whole": {**libraries, "fewer_rows": "False"},
-        "avx2": {"capability": "AVX2", "isa": "AVX2", "bf16": "rows"},
-        "sse": {"capability": "DEFAULT", "isa": "SSE41", "bf16": "rows"},
+        "avx2": {"capability": "AVX2", "isa": "AVX2", "bf16": "rows", "pairs": "False"},
+        "sse": {"capability": "DEFAULT", "isa": "SSE41", "bf16": "rows", "pairs": "False"},
     }
     for kernel, changed in expected.items():
         assert found(kernel) == {**here, **changed}, kernel

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     Changes = dict[str, Callable[[ModuleType], None]]
 
 CODE, LINEAR = "halfmoon.workers.model.kernels.code", "halfmoon.workers.model.linear"
+PRODUCTS = "halfmoon.workers.model.kernels.products"
 
 
 def _nothing_compiles(module: Any) -> None:
@@ -35,6 +36,16 @@ def _in_f32(module: Any) -> None:
     import torch
 
     module.multiplies = lambda dtype: dtype == torch.float32
+
+
+def _without_pairs(module: Any) -> None:
+    module.multiplies_pairs = lambda: False
+
+
+def _narrow_by_libraries(module: Any) -> None:
+    import torch
+
+    module._faster_by_libraries = lambda dtype: dtype != torch.float32
 
 
 def _public(module: Any) -> None:
@@ -61,15 +72,17 @@ KERNELS: dict[str, tuple[dict[str, str], Changes]] = {
     "onednn": ({}, {CODE: _nothing_compiles}),
     # And a torch without oneDNN's packed products.
     "plain": ({}, {CODE: _nothing_compiles, LINEAR: _plain}),
-    # A CPU whose oneDNN has no products of bf16.
-    "f32": ({}, {LINEAR: _in_f32}),
+    # A CPU without instructions for bf16.
+    "f32": ({}, {LINEAR: _in_f32, PRODUCTS: _without_pairs}),
+    # One with AMX.
+    "amx": ({}, {LINEAR: _narrow_by_libraries}),
     # A torch without the private operator of attention.
     "public": ({}, {"halfmoon.workers.model.attention.kernel": _public}),
     # No smaller number of rows has a whole group's bits.
     "whole": ({}, {CODE: _nothing_compiles, "halfmoon.workers.model.self_test": _whole_groups}),
     # Older CPUs.
-    "avx2": (_instructions("avx2", "AVX2"), {}),
-    "sse": (_instructions("default", "SSE41"), {}),
+    "avx2": (_instructions("avx2", "AVX2"), {PRODUCTS: _without_pairs}),
+    "sse": (_instructions("default", "SSE41"), {PRODUCTS: _without_pairs}),
 }
 
 _variables, _changes = KERNELS[os.environ["HALFMOON_TEST_KERNEL"]]

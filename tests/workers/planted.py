@@ -23,8 +23,8 @@ def sum_in_two_halves(engine: Engine, model: LoadedModel) -> None:
     weight = model.weights["layers.0.down"]
     half = weight.shape[1] // 2
 
-    def product(x: torch.Tensor) -> torch.Tensor:
+    def product(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         left = torch.nn.functional.linear(x[:, :half], weight[:, :half])
-        return left + torch.nn.functional.linear(x[:, half:], weight[:, half:])
+        return (left + torch.nn.functional.linear(x[:, half:], weight[:, half:])).to(dtype)
 
     engine._model.layers[0]._down = product  # type: ignore[assignment]

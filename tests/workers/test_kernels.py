@@ -90,11 +90,12 @@ def test_a_row_is_normed_after_what_is_added_to_it(dtype: torch.dtype) -> None:
         wide = x.double()
         return wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5) * weight
 
-    near(kernels.norm(x, weight, 1e-5), normed(x))
+    near(kernels.norm(x, weight, 1e-5), normed(x), dtype)
     total = (x.float() + added).to(dtype)
     found = kernels.add_norm(x, added, weight, 1e-5)
     assert torch.equal(x, total)
-    near(found, normed(total))
+    assert found.dtype == dtype
+    near(found, normed(total), dtype)
     assert torch.equal(kernels.norm(x[2:3], weight, 1e-5), found[2:3])
 
 
@@ -123,9 +124,10 @@ def test_heads_are_turned_in_pairs_and_the_others_left() -> None:
     assert torch.equal(after[:, turning:], before[:, turning:])
 
 
-def test_a_gate_is_near_that_of_f64_up_to_where_exponentials_end() -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gate_is_near_that_of_f64_up_to_where_exponentials_end(dtype: torch.dtype) -> None:
     gates = torch.cat([torch.linspace(-110, 110, 1000), torch.randn(24)])
     up = torch.randn(1024)
-    found = row_kernels(torch.float32).gate(torch.stack([torch.cat([gates, up]), torch.cat([up, gates])]))
+    found = row_kernels(dtype).gate(torch.stack([torch.cat([gates, up]), torch.cat([up, gates])]))
     for row, (gate, by) in zip(found, ((gates, up), (up, gates)), strict=True):
-        near(row, torch.nn.functional.silu(gate.double()) * by.double())
+        near(row, torch.nn.functional.silu(gate.double()) * by.double(), dtype)

@@ -105,8 +105,8 @@ class _FewRowsMatter(Linear):
     def __init__(self, product: Linear, much: float = 0.0) -> None:
         self._product, self.kernel, self._much = product, product.kernel, much
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        made = self._product(x).clone()
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        made = self._product(x, dtype).clone()
         if len(x) < 6:
             made[-1, 0] = torch.nextafter(made[-1, 0] + self._much, torch.tensor(torch.inf))
         return made
@@ -156,10 +156,10 @@ class _Timed(Linear):
         self._product, self._seconds, self.kernel = product, seconds, product.kernel
         self.now, self.rows = 0.0, 0
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         self.rows = len(x)
         self.now += self._seconds.get(self.rows, 0.0)
-        return self._product(x)
+        return self._product(x, dtype)
 
 
 @pytest.mark.usefixtures("library_products")

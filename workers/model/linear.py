@@ -1,9 +1,9 @@
 """Matrix products with fixed weights, packed once.
 
-On a CPU they are those of the row kernel (`kernels.products`), in f32. Where the CPU has instructions for products of
-bf16 or f16, with which a chunk's rows take half the time or less, oneDNN multiplies such weights, in its packed form;
-and so it does where nothing can be compiled. Its operators are private: each is tried once on the real weight, and
-PyTorch's plain product is the last resort.
+On a CPU they are those of the row kernel (`kernels.products`). Where the CPU has instructions for products of bf16 or
+f16 that the row kernel does not use (AMX, AVX512-FP16), with which a chunk's rows take half the time or less, oneDNN
+multiplies such weights, in its packed form; and so it does where nothing can be compiled. Its operators are private:
+each is tried once on the real weight, and PyTorch's plain product is the last resort.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from functools import cache, partial
 
+import llvmlite.binding as llvm
 import torch
 
 from halfmoon.workers.model.kernels.code import KernelUnavailable
@@ -56,18 +57,28 @@ class Linear:
             (name, product) for name, way in ways.items() if (product := way(weight, bias)) is not None
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x).to(x.dtype)
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Of `dtype`, or else of x's."""
+        return self._multiply(x).to(dtype or x.dtype)
 
 
 def _by_rows(weight: Tensor, bias: Tensor | None) -> Product | None:
-    if weight.device.type != "cpu" or (weight.dtype != torch.float32 and multiplies(weight.dtype)):
+    if weight.device.type != "cpu" or _faster_by_libraries(weight.dtype):
         return None
     try:
         return PackedRows(weight, bias)
     except KernelUnavailable as error:
         _say_once(str(error))
         return None
+
+
+def _faster_by_libraries(dtype: torch.dtype) -> bool:
+    """By instructions that the row kernel does not use."""
+    if dtype == torch.float32 or not multiplies(dtype):
+        return False
+    features = llvm.get_host_cpu_features()
+    # Without AVX512-BF16, which the row kernel uses, oneDNN's products of bf16 are in f32 as well.
+    return not (dtype == torch.bfloat16 and features.get("avx512f") and not features.get("amx-bf16"))
 
 
 @cache

@@ -113,6 +113,8 @@ class Layer:
         self._gate_up = Linear(weights[f"{name}.gate_up"])
         self._down = Linear(weights[f"{name}.down"])
         self._kernels = _row_kernels(config, self._qkv, self._dtype)
+        #: Of what products make, which the kernels round later.
+        self._made_dtype = self._dtype if self._kernels is None else torch.float32
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q `[rows, heads, head_dim]`, rotated k and plain v `[rows, kv_heads, head_dim]`."""
@@ -121,7 +123,7 @@ class Layer:
             q, normed = self.query(x, cos, sin)
             return q, *self.key_value(normed, cos, sin)
         turning = config.heads + config.kv_heads
-        made = self._qkv(self._normed(x, self._attention_norm))
+        made = self._qkv(self._normed(x, self._attention_norm), self._made_dtype)
         turned, heads = self._turned(made, turning, cos, sin)
         return turned[:, : config.heads], turned[:, config.heads : turning], heads[:, turning:]
 
@@ -129,12 +131,13 @@ class Layer:
         """With `query_first`: rotated q, and the input of `key_value`."""
         assert self._query is not None, "query_first"
         normed = self._normed(x, self._attention_norm)
-        return self._turned(self._query(normed), self._config.heads, cos, sin)[0], normed
+        made = self._query(normed, self._made_dtype)
+        return self._turned(made, self._config.heads, cos, sin)[0], normed
 
     def key_value(self, normed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated k and plain v, after `query`."""
         turning = self._config.kv_heads
-        turned, heads = self._turned(self._qkv(normed), turning, cos, sin)
+        turned, heads = self._turned(self._qkv(normed, self._made_dtype), turning, cos, sin)
         return turned[:, :turning], heads[:, turning:]
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -153,9 +156,9 @@ class Layer:
         """The rest of the layer after attention, whose result is `[rows, heads * head_dim]`; changes `x`."""
         config = self._config
         if self._kernels is not None:
-            made = self._out(attended.float())
+            made = self._out(attended, self._made_dtype)
             normed = self._kernels.add_norm(x, made, self._ffn_norm, config.rms_eps)
-            x += self._down(self._kernels.gate(self._gate_up(normed)))
+            x += self._down(self._kernels.gate(self._gate_up(normed, self._made_dtype)), self._made_dtype)
             return x
         x += self._out(attended)
         gate_up = self._gate_up(rms_norm(x, self._ffn_norm, config.rms_eps))
@@ -165,7 +168,7 @@ class Layer:
 
 
 def _row_kernels(config: ModelConfig, product: Linear, dtype: torch.dtype) -> RowKernels | None:
-    """Beside products of the row kernel, which are f32, where whole vectors make up a row."""
+    """Beside products of the row kernel, where whole vectors make up a row."""
     widths = config.hidden, config.intermediate, config.head_dim // 2
     return (
         row_kernels(dtype)
@@ -207,4 +210,4 @@ class Transformer:
 
     def logits(self, x: Tensor) -> Tensor:
         """f32 `[rows, vocab]`."""
-        return self._head(_normed(x, self._norm, self.config.rms_eps, self._kernels)).float()
+        return self._head(_normed(x, self._norm, self.config.rms_eps, self._kernels), torch.float32)

@@ -11,8 +11,10 @@ the order in which they lie, and the tiles of one panel share the reading of the
 batch takes as long as memory does. Source of panels and tiles: Goto and van de Geijn, Anatomy of High-Performance
 Matrix Multiplication (2008). Neither packed activations nor a division of the inputs gained anything here.
 
-bf16 and f16 weights are widened in registers, which loses nothing and reads half the bytes. A word of 32 bits holds the
-bf16 weights of two outputs, half a panel apart, which a shift and a mask widen.
+Rows are rounded to the type of the weights. bf16 and f16 weights are widened in registers, which loses nothing and
+reads half the bytes. A word of 32 bits holds an output's bf16 weights of two inputs, of which the second comes first in
+the chain: so does the instruction for such pairs (AVX512-BF16), which takes half the time and gives the same bits, but
+that it takes numbers below 2 ** -126 for 0.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from halfmoon.workers.model.kernels.code import (
     VECTOR,
     Code,
     Compiled,
+    KernelUnavailable,
     Value,
 )
 
@@ -47,23 +50,63 @@ Tensor = torch.Tensor
 _OF_A_THREAD = ("omp_get_thread_num", "omp_get_num_threads")
 _MULTIPLY_ADDS_MIN = 1 << 20
 """Of a product that is worth waking other threads for."""
-_TILES = {16: {1: 6, 2: 3, 3: 2, 4: 1}, 32: {1: 12, 2: 8, 4: 4}}
+_TILES = {16: {1: 6, 4: 1}, 32: {1: 12, 4: 4}}
 """By the CPU's registers of a vector (32 of AVX-512): the most rows of a tile of so many panels. Its sums, weights of
 one input and an activation fit in the registers."""
 
 _ADDRESSES = ("x", "weights", "bias", "out")
-_STRIDES = ("x_row", "panel", "out_row", "inputs")
-"""Bytes from one row or panel to the next, and the number of inputs."""
+_STRIDES = ("x_row", "panel", "out_row", "steps")
+"""Bytes from one row or panel to the next, and the steps over the inputs."""
+
+
+def multiplies_pairs() -> bool:
+    """Whether the CPU has an instruction for pairs of bf16."""
+    return bool(llvm.get_host_cpu_features().get("avx512bf16"))
+
+
+class _Words:
+    """What a panel holds of an output for each step over the inputs, and how it is multiplied: a weight of f32 or f16,
+    or those of two inputs in bf16. `pairs`: by the instruction for both.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, pairs: bool) -> None:
+        self.dtype, self.pairs = dtype, pairs
+        self.inputs = 2 if dtype == torch.bfloat16 else 1
+        self.vector_bytes = LANES * self.inputs * dtype.itemsize
+        #: Of the rows as they are read, and how much of one a step takes.
+        self.x_dtype = torch.bfloat16 if pairs else torch.float32
+        self.x_bytes = self.inputs * self.x_dtype.itemsize
+
+    def factors(self, code: Code, addresses: Sequence[Value]) -> list[tuple[int, list[Value]]]:
+        """In the order of the chain: where a step's factor lies in a row, in bytes, and the weights that it multiplies,
+        of the panel at each address.
+        """
+        if self.dtype != torch.bfloat16 or self.pairs:
+            kind = torch.float32 if self.pairs else self.dtype
+            return [(0, [code.widened(each, kind, align=self.vector_bytes) for each in addresses])]
+        words = [code.load(each, INTEGERS, self.vector_bytes) for each in addresses]
+        builder, half, upper = code.builder, code.integers(16), code.integers(0xFFFF0000)
+        first = [builder.bitcast(builder.shl(each, half), VECTOR) for each in words]
+        second = [builder.bitcast(builder.and_(each, upper), VECTOR) for each in words]
+        return [(4, second), (0, first)]
+
+    def added(self, code: Code, factor: Value, weights: Value, so_far: Value) -> Value:
+        return code.pairs_added(weights, factor, so_far) if self.pairs else code.fma(factor, weights, so_far)
 
 
 class PackedRows:
     """The weight `[outputs, inputs]` of a product, f32, bf16 or f16, on the CPU. Raises `KernelUnavailable`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._multiply = _multiply_of(weight.dtype)
+        self._multiply = _multiply_of(
+            weight.dtype, pairs=weight.dtype == torch.bfloat16 and multiplies_pairs()
+        )
+        self._dtype, self._x_dtype = weight.dtype, self._multiply.words.x_dtype
         self._outputs, self._inputs = weight.shape
+        self._lacking = -self._inputs % self._multiply.words.inputs
+        self._steps = (self._inputs + self._lacking) // self._multiply.words.inputs
         self._panels = -(-self._outputs // LANES)
-        self._weights = self._multiply.in_panels(weight)
+        self._weights = self._multiply.in_panels(_widened_by(self._lacking, weight))
         self._bias = torch.zeros(self._panels * LANES)
         if bias is not None:
             self._bias[: self._outputs] = bias
@@ -73,7 +116,7 @@ class PackedRows:
     def __call__(self, x: Tensor) -> Tensor:
         """`x @ weight.T + bias` in f32, for `x` `[rows, inputs]`."""
         assert x.shape[1] == self._inputs, (x.shape, self._inputs)
-        x = x.float().contiguous()
+        x = _widened_by(self._lacking, x.to(self._dtype).to(self._x_dtype)).contiguous()
         rows, width = len(x), self._panels * LANES
         out = torch.empty(rows, width)
         if rows:
@@ -81,40 +124,48 @@ class PackedRows:
             self._multiply(
                 torch.get_num_threads() if worth_threads else 1,
                 x.data_ptr(), self._weights_at, self._bias_at, out.data_ptr(),
-                4 * self._inputs, self._panel, 4 * width, self._inputs, rows, self._panels,
+                self._steps * self._multiply.words.x_bytes, self._panel, 4 * width, self._steps, rows, self._panels,
             )  # fmt: skip
         return out if width == self._outputs else out[:, : self._outputs].contiguous()
 
 
-class _Multiply:
-    """The kernel for weights of one dtype: called with a number of threads, and the arguments of a whole product."""
+def _widened_by(columns: int, x: Tensor) -> Tensor:
+    """With columns of 0."""
+    return torch.nn.functional.pad(x, (0, columns)) if columns else x
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._parallel = _openmp()
+
+class _Multiply:
+    """The kernel for weights of one form: called with a number of threads, and the arguments of a whole product."""
+
+    def __init__(self, words: _Words) -> None:
+        self.words, self._parallel = words, _openmp()
         registers = 32 if llvm.get_host_cpu_features().get("avx512f") else 16
         module = ir.Module()
-        panels = _panels(module, dtype, _TILES[registers])
+        panels = _panels(module, words, _TILES[registers])
         whole = _whole(module, panels)
         # Names functions that have to be there.
         share = _share(module, panels, whole) if self._parallel is not None else None
-        pack = _pack(module, dtype)
+        pack = _pack(module, words)
         compiled = Compiled(module)
         self._whole, self._pack = compiled.function(whole), compiled.function(pack)
         self._share = compiled.address(share) if share is not None else 0
 
     def in_panels(self, weight: Tensor) -> Tensor:
-        """`[panels, inputs, LANES]`, from a cache line on. Outputs that the last panel lacks have weights of 0."""
+        """`[panels, steps, LANES * inputs of a word]`, from a cache line on. Outputs that the last panel lacks have
+        weights of 0.
+        """
         weight = weight.contiguous()
         outputs, inputs = weight.shape
+        steps = inputs // self.words.inputs
         whole, rest = divmod(outputs, LANES)
-        shape = (whole + bool(rest), inputs, LANES)
+        shape = (whole + bool(rest), steps, LANES * self.words.inputs)
         room = torch.empty(math.prod(shape) * weight.itemsize + LINE_BYTES, dtype=torch.uint8)
         skipped = -room.data_ptr() % LINE_BYTES
         panels = room[skipped : len(room) - LINE_BYTES + skipped].view(weight.dtype).view(shape)
-        self._pack(weight.data_ptr(), panels.data_ptr(), inputs, whole)
+        self._pack(weight.data_ptr(), panels.data_ptr(), steps, whole)
         if rest:
             last = torch.cat([weight[-rest:], weight.new_zeros(LANES - rest, inputs)])
-            self._pack(last.data_ptr(), panels[-1].data_ptr(), inputs, 1)
+            self._pack(last.data_ptr(), panels[-1].data_ptr(), steps, 1)
         return panels
 
     def __call__(self, threads: int, *arguments: int) -> None:
@@ -125,9 +176,20 @@ class _Multiply:
             self._parallel(self._share, ctypes.addressof(told), threads, 0)
 
 
+def _multiply_of(dtype: torch.dtype, *, pairs: bool) -> _Multiply:
+    found = _attempt(dtype, pairs)
+    if isinstance(found, KernelUnavailable):
+        raise found
+    return found
+
+
 @cache
-def _multiply_of(dtype: torch.dtype) -> _Multiply:
-    return _Multiply(dtype)
+def _attempt(dtype: torch.dtype, pairs: bool) -> _Multiply | KernelUnavailable:
+    """Once, whatever comes of it."""
+    try:
+        return _Multiply(_Words(dtype, pairs=pairs))
+    except KernelUnavailable as error:
+        return error
 
 
 @cache
@@ -150,32 +212,26 @@ def _openmp() -> Any:
     return parallel
 
 
-def _pack(module: ir.Module, dtype: torch.dtype) -> Code:
+def _pack(module: ir.Module, words: _Words) -> Code:
     """Takes rows of weights into panels: sixteen runs of memory are read at once, and one is written."""
-    code = Code(module, "pack", ("weight", "out"), ("inputs", "panels"))
-    builder, given, size = code.builder, code.given, dtype.itemsize
+    code = Code(module, "pack", ("weight", "out"), ("steps", "panels"))
+    builder, given, size = code.builder, code.given, words.vector_bytes // LANES
     number = ir.IntType(8 * size)
-    # The lower half of a word comes first.
-    order = (
-        [lane // 2 + lane % 2 * (LANES // 2) for lane in range(LANES)]
-        if dtype == torch.bfloat16
-        else range(LANES)
-    )
 
     def panel(index: Value) -> None:
-        row = code.multiply(given["inputs"], size)
+        row = code.multiply(given["steps"], size)
         skip = code.multiply(code.multiply(index, row), LANES)
-        rows = [code.at(given["weight"], skip, code.multiply(row, output)) for output in order]
+        rows = [code.at(given["weight"], skip, code.multiply(row, output)) for output in range(LANES)]
         out = code.at(given["out"], skip)
 
         def one(index: Value) -> None:
             lanes = ir.Constant(ir.VectorType(number, LANES), ir.Undefined)
             for lane, start in enumerate(rows):
-                weight = code.load(code.at(start, code.multiply(index, size)), number, size)
-                lanes = builder.insert_element(lanes, weight, ir.Constant(I32, lane))
-            code.store(lanes, code.at(out, code.multiply(index, LANES * size)), LANES * size)
+                word = code.load(code.at(start, code.multiply(index, size)), number, words.dtype.itemsize)
+                lanes = builder.insert_element(lanes, word, ir.Constant(I32, lane))
+            code.store(lanes, code.at(out, code.multiply(index, words.vector_bytes)), words.vector_bytes)
 
-        code.each(given["inputs"], one)
+        code.each(given["steps"], one)
 
     code.each(given["panels"], panel)
     return code.ended()
@@ -203,7 +259,7 @@ def _share(module: ir.Module, panels: Code, whole: Code) -> Code:
     return code.ended()
 
 
-def _tile(module: ir.Module, dtype: torch.dtype, rows: int, panels: int) -> Code:
+def _tile(module: ir.Module, words: _Words, rows: int, panels: int) -> Code:
     """`rows` times `panels`: their sums go through all inputs in registers.
 
     With each input a part of what lies `ahead` is asked for, so that it is in the second cache when its turn comes.
@@ -211,7 +267,7 @@ def _tile(module: ir.Module, dtype: torch.dtype, rows: int, panels: int) -> Code
     code = Code(
         module, f"tile_{rows}_{panels}", (*_ADDRESSES, "ahead"), (*_STRIDES, "ahead_step"), internal=True
     )
-    x, weights, bias, out, ahead, x_row, panel, out_row, inputs, ahead_step = code.given.values()
+    x, weights, bias, out, ahead, x_row, panel, out_row, steps, ahead_step = code.given.values()
     places = [(row, column) for row in range(rows) for column in range(panels)]
     x_of = [code.at(x, code.multiply(x_row, row)) for row in range(rows)]
     weights_of = [code.at(weights, code.multiply(panel, column)) for column in range(panels)]
@@ -219,59 +275,49 @@ def _tile(module: ir.Module, dtype: torch.dtype, rows: int, panels: int) -> Code
 
     def step(index: Value, sums: list[Value]) -> Sequence[Value]:
         code.prefetch(code.at(ahead, code.multiply(index, ahead_step)))
-        skip = code.multiply(index, LANES * dtype.itemsize)
-        wide = [_widened(code, code.at(each, skip), dtype) for each in weights_of]
-        ones = [code.splat(code.load(code.at(each, code.multiply(index, 4)), F32)) for each in x_of]
-        return [
-            code.fma(ones[row], wide[column], so_far)
-            for (row, column), so_far in zip(places, sums, strict=True)
-        ]
+        skip = code.multiply(index, words.vector_bytes)
+        for offset, parts in words.factors(code, [code.at(each, skip) for each in weights_of]):
+            at = code.multiply(index, words.x_bytes)
+            ones = [code.splat(code.load(code.at(each, at, offset), F32)) for each in x_of]
+            sums = [
+                words.added(code, ones[row], parts[column], so_far)
+                for (row, column), so_far in zip(places, sums, strict=True)
+            ]
+        return sums
 
-    sums = code.loop(inputs, begin * rows, step)
+    sums = code.loop(steps, begin * rows, step)
     for (row, column), made in zip(places, sums, strict=True):
         code.store(made, code.at(out, code.multiply(out_row, row), LINE_BYTES * column))
     return code.ended()
 
 
-def _widened(code: Code, address: Value, dtype: torch.dtype) -> Value:
-    """The weights of one input in a panel, in f32."""
-    if dtype != torch.bfloat16:
-        return code.widened(address, dtype, align=LANES * dtype.itemsize)
-    half = ir.VectorType(I32, LANES // 2)
-    words = code.load(address, half, LINE_BYTES // 2)
-    lower = code.builder.shl(words, ir.Constant(half, [16] * (LANES // 2)))
-    upper = code.builder.and_(words, ir.Constant(half, [0xFFFF0000] * (LANES // 2)))
-    both = code.builder.shuffle_vector(lower, upper, ir.Constant(INTEGERS, [*range(LANES)]))
-    return code.builder.bitcast(both, VECTOR)
-
-
-def _column(module: ir.Module, dtype: torch.dtype, panels: int, rows_max: int) -> Code:
+def _column(module: ir.Module, words: _Words, panels: int, rows_max: int) -> Code:
     """All rows times `panels`, in as few tiles as there can be, whose heights differ by one at most: a tile of one or
     two rows computes at half of the speed. Each asks for its part of the next panels.
     """
-    tiles_of = {rows: _tile(module, dtype, rows, panels) for rows in range(1, rows_max + 1)}
+    tiles_of = {rows: _tile(module, words, rows, panels) for rows in range(1, rows_max + 1)}
     code = Code(module, f"column_{panels}", _ADDRESSES, (*_STRIDES, "rows"), internal=True)
     builder, given = code.builder, code.given
     rows = given["rows"]
     tiles = builder.udiv(code.add(rows, rows_max - 1), code.number(rows_max))
     low, higher = builder.udiv(rows, tiles), builder.urem(rows, tiles)
     ahead = code.at(given["weights"], code.multiply(given["panel"], panels))
-    ahead_step = builder.udiv(code.add(tiles, LANES * dtype.itemsize * panels - 1), tiles)
+    ahead_step = builder.udiv(code.add(tiles, words.vector_bytes * panels - 1), tiles)
 
     def tile(index: Value, now: list[Value]) -> Sequence[Value]:
         height = code.add(low, builder.zext(builder.icmp_unsigned("<", index, higher), I64))
         told = {**given, **dict(zip(("x", "out", "ahead"), now, strict=True)), "ahead_step": ahead_step}
         code.choose(height, {rows: partial(code.run, tile, told) for rows, tile in tiles_of.items()})
-        steps = (given["x_row"], height), (given["out_row"], height), (ahead_step, given["inputs"])
+        steps = (given["x_row"], height), (given["out_row"], height), (ahead_step, given["steps"])
         return [code.at(address, code.multiply(*step)) for address, step in zip(now, steps, strict=True)]
 
     code.loop(tiles, [given["x"], given["out"], ahead], tile)
     return code.ended()
 
 
-def _panels(module: ir.Module, dtype: torch.dtype, tiles: dict[int, int]) -> Code:
+def _panels(module: ir.Module, words: _Words, tiles: dict[int, int]) -> Code:
     """All rows times some panels. As many at once as a tile has room for with all rows, or with the most rows."""
-    columns = {panels: _column(module, dtype, panels, rows_max) for panels, rows_max in tiles.items()}
+    columns = {panels: _column(module, words, panels, rows_max) for panels, rows_max in tiles.items()}
     code = Code(module, "panels", _ADDRESSES, (*_STRIDES, "rows", "first", "end"), internal=True)
     builder, given = code.builder, code.given
     first, end = given["first"], given["end"]

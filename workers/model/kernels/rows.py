@@ -13,8 +13,8 @@ Tensor = torch.Tensor
 
 
 class RowKernels:
-    """For residuals of one dtype; all else is f32. Widths, and the half of a head's, are multiples of `LANES`. Raises
-    `KernelUnavailable`.
+    """For residuals, and inputs of products, of one dtype; all else is f32. Tensors are contiguous. Widths, and the
+    half of a head's, are multiples of `LANES`. Raises `KernelUnavailable`.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -23,19 +23,20 @@ class RowKernels:
             _norm(module, dtype, added=False),
             _norm(module, dtype, added=True),
             _rotate(module),
-            _gate(module),
+            _gate(module, dtype),
         ]
+        self._dtype = dtype
         self._norm, self._add_norm, self._rotate, self._gate = map(Compiled(module).function, codes)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The root mean square norm of `x` `[rows, hidden]`, f32; `weight` is f32."""
-        out = torch.empty(x.shape)
+        """The root mean square norm of `x` `[rows, hidden]`; `weight` is f32."""
+        out = torch.empty_like(x)
         self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, bits_of(eps))
         return out
 
     def add_norm(self, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Changes `x` to `x + added`, rounded to its dtype, and returns the norm of that."""
-        out = torch.empty(x.shape)
+        out = torch.empty_like(x)
         self._add_norm(
             x.data_ptr(), weight.data_ptr(), out.data_ptr(), added.data_ptr(), *x.shape, bits_of(eps)
         )
@@ -50,7 +51,7 @@ class RowKernels:
     def gate(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` `[rows, width]`, of `gate_up` `[rows, 2 * width]`."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty(rows, width)
+        out = torch.empty(rows, width, dtype=self._dtype)
         self._gate(gate_up.data_ptr(), out.data_ptr(), rows, width)
         return out
 
@@ -73,7 +74,8 @@ def _norm(module: ir.Module, dtype: torch.dtype, *, added: bool) -> Code:
     def row(number: Value) -> None:
         first = code.multiply(number, given["width"])
         x = code.at(given["x"], code.multiply(first, dtype.itemsize))
-        out, plus = (code.at(given[name], code.multiply(first, 4)) for name in ("out", addresses[-1]))
+        out = code.at(given["out"], code.multiply(first, dtype.itemsize))
+        plus = code.at(given[addresses[-1]], code.multiply(first, 4))
 
         def at(index: Value) -> Value:
             return code.at(x, code.multiply(index, LANES * dtype.itemsize))
@@ -92,11 +94,12 @@ def _norm(module: ir.Module, dtype: torch.dtype, *, added: bool) -> Code:
         root = code.splat(code.call("llvm.sqrt.f32", mean.type, mean))
 
         def scale(index: Value) -> None:
-            skip = code.multiply(index, LINE_BYTES)
             normed = builder.fdiv(code.widened(at(index), dtype), root)
-            code.store(
-                builder.fmul(normed, code.load(code.at(given["weight"], skip), normed.type)),
-                code.at(out, skip),
+            factor = code.load(code.at(given["weight"], code.multiply(index, LINE_BYTES)), VECTOR)
+            code.store_rounded(
+                builder.fmul(normed, factor),
+                code.at(out, code.multiply(index, LANES * dtype.itemsize)),
+                dtype,
             )
 
         code.each(vectors, scale)
@@ -133,13 +136,13 @@ def _rotate(module: ir.Module) -> Code:
     return code.ended()
 
 
-def _gate(module: ir.Module) -> Code:
+def _gate(module: ir.Module, dtype: torch.dtype) -> Code:
     code = Code(module, "gate", ("gate_up", "out"), ("rows", "width"))
     builder, given = code.builder, code.given
     width = code.multiply(given["width"], 4)
 
     def row(number: Value) -> None:
-        out = code.at(given["out"], code.multiply(number, width))
+        out = code.at(given["out"], code.multiply(code.multiply(number, given["width"]), dtype.itemsize))
         gate = code.at(given["gate_up"], code.multiply(code.multiply(number, width), 2))
 
         def vector(index: Value) -> None:
@@ -149,7 +152,9 @@ def _gate(module: ir.Module) -> Code:
                 for each in (code.at(gate, skip), code.at(gate, width, skip))
             )
             silu = builder.fdiv(g, builder.fadd(code.constant(1.0), code.exponential(builder.fneg(g))))
-            code.store(builder.fmul(silu, up), code.at(out, skip))
+            code.store_rounded(
+                builder.fmul(silu, up), code.at(out, code.multiply(index, LANES * dtype.itemsize)), dtype
+            )
 
         code.each(_vectors(code, given["width"]), vector)
 
