@@ -21,7 +21,7 @@ from llvmlite import ir
 
 from halfmoon.workers.model import linear
 from halfmoon.workers.model.kernels.code import LANES, LINE_BYTES, VECTOR, Code, Compiled, Value
-from halfmoon.workers.model.kernels.products import multiplies_pairs
+from halfmoon.workers.model.kernels.tiles import multiplies_pairs
 
 #: Outputs and inputs of the built-in model's gate and up, and of its down.
 SHAPES = ((3072, 576), (576, 1536))

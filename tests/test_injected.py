@@ -62,12 +62,12 @@ import logging, os, torch
 from types import SimpleNamespace
 from halfmoon.workers.model import self_test
 from halfmoon.workers.model.attention.kernel import SdpaAttention
-from halfmoon.workers.model.kernels import products
+from halfmoon.workers.model.kernels import tiles
 from halfmoon.workers.model.linear import Linear
 self_test._products_of = lambda engine: lambda rows: []
 logging.disable()  # where nothing is compiled a start says so
 print(*(Linear(torch.zeros(16, 16, dtype=dtype)).kernel for dtype in (torch.float32, torch.bfloat16)),
-    products.multiplies_pairs(), SdpaAttention(16, torch.device("cpu"))._flash is not None,
+    tiles.multiplies_pairs(), SdpaAttention(16, torch.device("cpu"))._flash is not None,
     len(self_test.invariant_row_counts(SimpleNamespace(group_rows=16, rows_apart=False))) > 1,
     torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA"))
 """
@@ -113,7 +113,7 @@ def test_each_kernel_differs_from_what_a_start_finds_in_what_it_is_named_for() -
         "plain": {"f32": "plain", "bf16": "plain"},
         "f32": {"bf16": "rows", "pairs": "False"},
         "amx": {"bf16": narrow},
-        "public": {"private": "False"},
+        "public": {**libraries, "private": "False"},
         "whole": {**libraries, "fewer_rows": "False"},
         "avx2": {"capability": "AVX2", "isa": "AVX2", "bf16": "rows", "pairs": "False"},
         "sse": {"capability": "DEFAULT", "isa": "SSE41", "bf16": "rows", "pairs": "False"},

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Changes = dict[str, Callable[[ModuleType], None]]
 
 CODE, LINEAR = "halfmoon.workers.model.kernels.code", "halfmoon.workers.model.linear"
-PRODUCTS = "halfmoon.workers.model.kernels.products"
+TILES = "halfmoon.workers.model.kernels.tiles"
 
 
 def _nothing_compiles(module: Any) -> None:
@@ -73,16 +73,16 @@ KERNELS: dict[str, tuple[dict[str, str], Changes]] = {
     # And a torch without oneDNN's packed products.
     "plain": ({}, {CODE: _nothing_compiles, LINEAR: _plain}),
     # A CPU without instructions for bf16.
-    "f32": ({}, {LINEAR: _in_f32, PRODUCTS: _without_pairs}),
+    "f32": ({}, {LINEAR: _in_f32, TILES: _without_pairs}),
     # One with AMX.
     "amx": ({}, {LINEAR: _narrow_by_libraries}),
-    # A torch without the private operator of attention.
-    "public": ({}, {"halfmoon.workers.model.attention.kernel": _public}),
+    # Nor a torch with the private operator of attention.
+    "public": ({}, {CODE: _nothing_compiles, "halfmoon.workers.model.attention.kernel": _public}),
     # No smaller number of rows has a whole group's bits.
     "whole": ({}, {CODE: _nothing_compiles, "halfmoon.workers.model.self_test": _whole_groups}),
     # Older CPUs.
-    "avx2": (_instructions("avx2", "AVX2"), {PRODUCTS: _without_pairs}),
-    "sse": (_instructions("default", "SSE41"), {PRODUCTS: _without_pairs}),
+    "avx2": (_instructions("avx2", "AVX2"), {TILES: _without_pairs}),
+    "sse": (_instructions("default", "SSE41"), {TILES: _without_pairs}),
 }
 
 _variables, _changes = KERNELS[os.environ["HALFMOON_TEST_KERNEL"]]

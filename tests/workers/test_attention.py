@@ -11,6 +11,7 @@ import flash_attn_reference
 import pytest
 import torch
 
+from halfmoon.workers.model.attention import kernel
 from halfmoon.workers.model.attention.choice import AttentionUnavailable, make_attention
 from halfmoon.workers.model.attention.exact import ExactAttention
 from halfmoon.workers.model.attention.flash import FlashAttention, flash_unavailable
@@ -25,7 +26,9 @@ CUDA = torch.device("cuda")
     params=[
         pytest.param(("sdpa", torch.float32)),
         pytest.param(("sdpa", torch.bfloat16)),
-        pytest.param(("sdpa without the private operator", torch.float32)),
+        pytest.param(("sdpa without kernels", torch.float32)),
+        pytest.param(("sdpa without kernels", torch.bfloat16)),
+        pytest.param(("sdpa without kernels or the private operator", torch.float32)),
         pytest.param(("sdpa on cuda", torch.float32), marks=pytest.mark.gpu),
         pytest.param(("flash by its reference", torch.bfloat16)),
         pytest.param(("flash by its reference", torch.float16)),
@@ -51,7 +54,10 @@ def subject(
     elif name == "sdpa on cuda":
         yield SdpaAttention(PAGE, CUDA), dtype
     else:
-        yield SdpaAttention(PAGE, torch.device("cpu"), private_op=name == "sdpa"), dtype
+        if name != "sdpa":
+            monkeypatch.setattr(kernel, "state_kernel", lambda *_: None)
+            monkeypatch.setattr(kernel, "chunk_kernel", lambda *_: None)
+        yield SdpaAttention(PAGE, torch.device("cpu"), private_op="operator" not in name), dtype
 
 
 def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None) -> Partial:

@@ -40,6 +40,7 @@ def base(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     else:
         if request.param == "without what is compiled":
             monkeypatch.setattr(kernel, "state_kernel", lambda *_: None)
+            monkeypatch.setattr(kernel, "chunk_kernel", lambda *_: None)
             monkeypatch.setattr(states_module, "merge_kernel", lambda *_: None)
         yield SdpaAttention(BLOCK, CPU, private_op=not request.param.startswith("without"))
 

@@ -10,9 +10,10 @@ import llvmlite.binding as llvm
 import pytest
 import torch
 
-from halfmoon.workers.model.kernels import products
+from halfmoon.workers.model.kernels import products, tiles
 from halfmoon.workers.model.kernels.code import LANES, KernelUnavailable
 from halfmoon.workers.model.kernels.products import PackedRows
+from halfmoon.workers.model.kernels.threads import openmp
 
 Tensor = torch.Tensor
 
@@ -20,11 +21,10 @@ ROWS = 41
 """More than two tiles of any table."""
 
 
-@pytest.fixture(params=sorted(products._TILES), ids=lambda registers: f"{registers} registers", autouse=True)
-def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(params=sorted(tiles.TILES), ids=lambda registers: f"{registers} registers", autouse=True)
+def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each CPU's tiles: here they may be slow, as sums that find no register go by memory."""
-    table = products._TILES[request.param]
-    monkeypatch.setattr(products, "_TILES", dict.fromkeys(products._TILES, table))
+    monkeypatch.setattr(tiles, "TILES", dict.fromkeys(tiles.TILES, tiles.TILES[request.param]))
     products._attempt.cache_clear()
     yield
     products._attempt.cache_clear()
@@ -44,10 +44,10 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture(params=["f32", "bf16", "bf16 in pairs", "f16"])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """Of weights, in each form."""
-    if request.param == "bf16 in pairs" and not products.multiplies_pairs():
+    if request.param == "bf16 in pairs" and not tiles.multiplies_pairs():
         pytest.skip("the CPU has no instruction for pairs of bf16")
     if request.param == "bf16":
-        monkeypatch.setattr(products, "multiplies_pairs", lambda: False)
+        monkeypatch.setattr(tiles, "multiplies_pairs", lambda: False)
     return {"f32": torch.float32, "f16": torch.float16}.get(request.param, torch.bfloat16)
 
 
@@ -87,7 +87,7 @@ def test_threads_share_the_outputs_and_change_no_bit(outputs: int, monkeypatch: 
         multiply(self, threads, *arguments)
 
     monkeypatch.setattr(products._Multiply, "__call__", noted)
-    assert products._openmp() is not None
+    assert openmp() is not None
     weight, x = drawn(outputs, 70), drawn(ROWS, 70)
     product, expected = PackedRows(weight), chain(x, weight, torch.zeros(outputs))
     for count in (1, 2, 3, 5):

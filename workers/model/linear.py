@@ -58,7 +58,7 @@ class Linear:
         )
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Of `dtype`, or else of x's."""
+        """The product, of `dtype` or else of x's."""
         return self._multiply(x).to(dtype or x.dtype)
 
 

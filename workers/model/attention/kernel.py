@@ -19,6 +19,7 @@ import torch
 
 from halfmoon.workers.model.attention.states import Partial, StateStack, merge, neutral
 from halfmoon.workers.model.kernels.attention import StateKernel, StateTasks, state_kernel
+from halfmoon.workers.model.kernels.chunk_attention import ChunkKernel, chunk_kernel
 from halfmoon.workers.model.segments import AWAY
 
 Tensor = torch.Tensor
@@ -218,8 +219,8 @@ class Attention(ABC):
 
 
 class SdpaAttention(Attention):
-    """PyTorch alone. On CPU its private flash operator, which returns the log-sum-exp; elsewhere the public
-    one.
+    """On a CPU compiled kernels, or PyTorch's private flash operator, which returns the log-sum-exp as well; elsewhere
+    its public one.
 
     Each sequence is computed at its exact length and without padding of its keys, so that its bits do not depend
     on the batch or on where its blocks lie.
@@ -246,7 +247,7 @@ class SdpaAttention(Attention):
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         past = k.shape[0] - q.shape[0]
-        if self._flash is None:
+        if self._flash is None and _chunk_kernel(k) is None:
             return _public_sdpa(q, k, v)
         own = self.partial(q, k[past:], v[past:], causal=True)
         if past == 0:
@@ -287,6 +288,10 @@ class SdpaAttention(Attention):
         assert not causal or k.shape[0] == q.shape[0], (q.shape, k.shape)
         if k.shape[0] == 0:
             return neutral(q)
+        kernel = _chunk_kernel(k)
+        if kernel is not None:
+            seen = torch.arange(1, len(k) + 1) if causal else torch.full((len(q),), len(k))
+            return Partial(*kernel(q, k, v, seen))
         if self._flash is None:
             hidden = _hidden(k, torch.arange(len(k), device=k.device)) if causal else None
             return _plain_partial(q, k, v, hidden)
@@ -306,6 +311,9 @@ class SdpaAttention(Attention):
         return Partial(out, lse.reshape(heads, rows).t().float())
 
     def partial_at(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Partial:
+        kernel = _chunk_kernel(k)
+        if kernel is not None:
+            return Partial(*kernel(q, k, v, positions + 1))
         if self._flash is None:
             return super().partial_at(q, k, v, positions)
         rows, heads, dim = q.shape
@@ -324,6 +332,11 @@ class SdpaAttention(Attention):
 def _state_kernel(cache: Tensor) -> StateKernel | None:
     """For single queries over a cache; of the CPU alone."""
     return state_kernel(cache.dtype, cache.shape[-1]) if cache.device.type == "cpu" else None
+
+
+def _chunk_kernel(k: Tensor) -> ChunkKernel | None:
+    """For a chunk's queries; of the CPU alone."""
+    return chunk_kernel(k.dtype, k.shape[-1]) if k.device.type == "cpu" else None
 
 
 def _tasks(runs: StepRuns, states: StateStack, block_tokens: int) -> StateTasks:

@@ -23,21 +23,11 @@ LINE_BYTES = 64
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 VECTOR, INTEGERS, POINTER = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.PointerType()
 
+# llvmlite has no type for bf16.
+_BF16 = type("BFloatType", (ir.Type,), {"_to_string": lambda self: "bfloat"})()
+
 Value = Any
 """Of llvmlite's builder, which has no types."""
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """bf16, which llvmlite has no type for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
 
 
 class KernelUnavailable(Exception):
@@ -168,7 +158,8 @@ class Code:
         return ir.Constant(INTEGERS, [value] * LANES)
 
     def splat(self, value: Value) -> Value:
-        one = self.builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.Constant(I32, 0))
+        nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+        one = self.builder.insert_element(nothing, value, ir.Constant(I32, 0))
         return self.builder.shuffle_vector(one, one, self.integers(0))
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
@@ -180,7 +171,7 @@ class Code:
         """c and the products of the pairs of bf16 in `a` and `b`, the upper ones first (AVX512-BF16). With what many
         products share as `b`: the other way about, Zen 4 takes a third longer.
         """
-        a, b = (self.builder.bitcast(each, ir.VectorType(_BFloat(), 2 * LANES)) for each in (a, b))
+        a, b = (self.builder.bitcast(each, ir.VectorType(_BF16, 2 * LANES)) for each in (a, b))
         return self.call("llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, c, a, b)
 
     def folded(self, vector: Value, combine: Callable[[Value, Value], Value]) -> Value:
