@@ -66,14 +66,19 @@ def test_what_is_merged_is_weighed_by_its_keys(dtype: torch.dtype, parts: int) -
     states[1:, 1], lse[1:, 1] = 0.0, -torch.inf
     kernel = merge_kernel(head_dim)
     assert kernel is not None
-    found = kernel(q, k, v, states, lse)
+    found = kernel.with_tokens(q, k, v, states, lse)
     own = torch.einsum("rhgd,rhd->rhg", q.view(rows, kv_heads, group, -1).double(), k.double()).flatten(1)
     weights = torch.cat([lse.double(), own[None] * head_dim**-0.5]).softmax(0).unsqueeze(-1)
     values = torch.cat([states.double(), v.double().repeat_interleave(group, 1)[None]])
     near(found, (weights * values).sum(0))
+    own_out, own_lse = v.float().repeat_interleave(group, 1), own.float() * head_dim**-0.5
+    found_again = kernel.with_states(own_out, own_lse, states, lse)
+    near(found_again, (weights * values).sum(0))
     # With the parts that it has, alone.
     one = slice(1, 2)
-    assert torch.equal(kernel(q[one], k[one], v[one], states[:1, one], lse[:1, one]), found[one])
+    part = states[:1, one], lse[:1, one]
+    assert torch.equal(kernel.with_tokens(q[one], k[one], v[one], *part), found[one])
+    assert torch.equal(kernel.with_states(own_out[one], own_lse[one], *part), found_again[one])
 
 
 def test_heads_that_are_no_whole_vectors_have_no_kernel() -> None:

@@ -194,8 +194,14 @@ class Attention(ABC):
         for run in runs:
             keys, values = (self.segments(cache, run).transpose(1, 2) for cache in (k_cache, v_cache))
             for i in range(run.segments):
-                state = self.partial(q, keys[i], values[i], causal=False)
-                states.out[run.part + i], states.lse[run.part + i] = state.out, state.lse
+                place = run.part + i
+                self._write_partial(q, keys[i], values[i], states.out[place], states.lse[place])
+
+    def _write_partial(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """That of all keys, f32."""
+        state = self.partial(q, k, v, causal=False)
+        out.copy_(state.out)
+        lse.copy_(state.lse)
 
     def segments(self, cache: Tensor, run: SegmentRun) -> Tensor:
         """`[segments, kv_heads, tokens, head_dim]`: a view where the blocks lie in a row."""
@@ -291,7 +297,7 @@ class SdpaAttention(Attention):
         kernel = _chunk_kernel(k)
         if kernel is not None:
             seen = torch.arange(1, len(k) + 1) if causal else torch.full((len(q),), len(k))
-            return Partial(*kernel(q, k, v, seen))
+            return _state_by(kernel, q, k, v, seen)
         if self._flash is None:
             hidden = _hidden(k, torch.arange(len(k), device=k.device)) if causal else None
             return _plain_partial(q, k, v, hidden)
@@ -310,10 +316,17 @@ class SdpaAttention(Attention):
         out = o.reshape(kv_heads, group, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim)
         return Partial(out, lse.reshape(heads, rows).t().float())
 
+    def _write_partial(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        kernel = _chunk_kernel(k)
+        if kernel is None:
+            super()._write_partial(q, k, v, out, lse)
+        else:
+            kernel(q, k, v, torch.full((len(q),), len(k)), out, lse)
+
     def partial_at(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Partial:
         kernel = _chunk_kernel(k)
         if kernel is not None:
-            return Partial(*kernel(q, k, v, positions + 1))
+            return _state_by(kernel, q, k, v, positions + 1)
         if self._flash is None:
             return super().partial_at(q, k, v, positions)
         rows, heads, dim = q.shape
@@ -337,6 +350,12 @@ def _state_kernel(cache: Tensor) -> StateKernel | None:
 def _chunk_kernel(k: Tensor) -> ChunkKernel | None:
     """For a chunk's queries; of the CPU alone."""
     return chunk_kernel(k.dtype, k.shape[-1]) if k.device.type == "cpu" else None
+
+
+def _state_by(kernel: ChunkKernel, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Partial:
+    out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+    kernel(q, k, v, seen, out, lse)
+    return Partial(out.to(q.dtype), lse)
 
 
 def _tasks(runs: StepRuns, states: StateStack, block_tokens: int) -> StateTasks:

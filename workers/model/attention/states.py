@@ -87,8 +87,11 @@ class StateStack:
     def merged(self) -> Tensor:
         """f32 `[rows, heads, head_dim]`. Uses up the content of `out`."""
         if self._merge is not None and self._own_tokens is not None:
-            return self._merge(*self._own_tokens, self.out, self.lse)
+            return self._merge.with_tokens(*self._own_tokens, self.out, self.lse)
         assert self.own_out is not None, "no state over the own keys"
+        if self._merge is not None:
+            own = self.own_out.squeeze(2).float().contiguous()
+            return self._merge.with_states(own, self.own_lse, self.out, self.lse)
         exps = (self._lses - self._lses.amax(0)).exp_()
         # One addition after the other, in order: how a sum over a dimension is grouped is the library's affair. And
         # none that multiplies as well: whether it rounds once or twice may depend on where a value stands.

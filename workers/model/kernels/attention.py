@@ -81,24 +81,35 @@ class StateTasks:
 
 
 class MergeKernel:
-    """Merges, for single queries, the states over a row's past with the one over its own token."""
+    """Merges the states over a row's past with the one over its own keys. All are f32: a row's past is `out`
+    `[parts, rows, heads, head_dim]` and `lse` `[parts, rows, heads]`, in order, and the result is
+    `[rows, heads, head_dim]`.
+    """
 
     def __init__(self, head_dim: int) -> None:
         module = ir.Module()
-        code = _merge_code(module, head_dim)
-        self._run, self._scale = Compiled(module).function(code), bits_of(head_dim**-0.5)
+        codes = [_merge_code(module, head_dim, own) for own in (_OwnToken, _OwnState)]
+        self._of_tokens, self._of_states = map(Compiled(module).function, codes)
+        self._scale = bits_of(head_dim**-0.5)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """f32 `[rows, heads, head_dim]`: of states f32 `[parts, rows, heads, head_dim]` and `[parts, rows, heads]`, in
-        order, and of the own tokens' keys and values `[rows, kv_heads, head_dim]`.
-        """
+    def with_states(self, own_out: Tensor, own_lse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+        """The own keys' state is `own_out` `[rows, heads, head_dim]` and `own_lse` `[rows, heads]`."""
+        made = torch.empty(own_out.shape)
+        parts, rows, heads = lse.shape
+        self._of_states(
+            own_out.data_ptr(), own_lse.data_ptr(), out.data_ptr(), lse.data_ptr(), made.data_ptr(), rows, parts, heads
+        )  # fmt: skip
+        return made
+
+    def with_tokens(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+        """The own keys and values are those of one token of each row, `[rows, kv_heads, head_dim]`."""
         q, k, v = _by_rows(q), _by_rows(k), _by_rows(v)
         rows, heads, _ = q.shape
         kv_heads = k.shape[1]
         made = torch.empty(q.shape)
-        self._run(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), made.data_ptr(), 4 * q.stride(0),
-            4 * k.stride(0), 4 * v.stride(0), rows, len(lse), kv_heads, heads // kv_heads, self._scale,
+        self._of_tokens(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), made.data_ptr(), rows, len(lse),
+            heads, 4 * q.stride(0), 4 * k.stride(0), 4 * v.stride(0), heads // kv_heads, self._scale,
         )  # fmt: skip
         return made
 
@@ -281,25 +292,44 @@ class _Task:
         code.each(given["group"], member)
 
 
-def _merge_code(module: ir.Module, head_dim: int) -> Code:
-    addresses = ("q", "k", "v", "states", "lse", "out")
-    numbers = ("q_row", "k_row", "v_row", "rows", "parts", "kv_heads", "group", "scale")
-    code = Code(module, "merge", addresses, numbers)
+class _OwnToken:
+    """Writes the code of the state over a row's own token."""
+
+    name, addresses, numbers = "merge_tokens", ("q", "k", "v"), ("q_row", "k_row", "v_row", "group", "scale")
+
+    def __init__(self, code: Code, head_dim: int, row: Value, head: Value, place: Value) -> None:
+        """`place`: of the row's and head's state among those of a part."""
+        given = code.given
+        q, k, v = (code.at(given[name], code.multiply(row, given[f"{name}_row"])) for name in "qkv")
+        part = code.multiply(code.builder.udiv(head, given["group"]), 4 * head_dim)
+        keys = [code.load(code.at(k, part, skip), VECTOR) for skip in range(0, 4 * head_dim, LINE_BYTES)]
+        found = _dot(code, code.at(q, code.multiply(head, 4 * head_dim)), keys)
+        self.lse = code.builder.fmul(found, code.single(given["scale"]))
+        self.out = code.at(v, part)
+
+
+class _OwnState:
+    """Reads the state over a row's own keys."""
+
+    name, addresses, numbers = "merge_states", ("own_out", "own_lse"), ()
+
+    def __init__(self, code: Code, head_dim: int, row: Value, head: Value, place: Value) -> None:
+        self.lse = code.load(code.at(code.given["own_lse"], code.multiply(place, 4)), F32)
+        self.out = code.at(code.given["own_out"], code.multiply(place, 4 * head_dim))
+
+
+def _merge_code(module: ir.Module, head_dim: int, own_of: type[_OwnToken | _OwnState]) -> Code:
+    addresses = (*own_of.addresses, "states", "lse", "out")
+    code = Code(module, own_of.name, addresses, ("rows", "parts", "heads", *own_of.numbers))
     builder, given = code.builder, code.given
-    group, parts, scale = given["group"], given["parts"], code.single(given["scale"])
-    heads = code.multiply(given["kv_heads"], group)
+    parts, heads, skips = given["parts"], given["heads"], range(0, 4 * head_dim, LINE_BYTES)
     part_states = code.multiply(given["rows"], heads)
     nothing = ir.Constant(F32, float("-inf"))
 
     def row(index: Value) -> None:
-        q, k, v = (code.at(given[name], code.multiply(index, given[f"{name}_row"])) for name in "qkv")
-
         def head(number: Value) -> None:
-            kv_part = code.multiply(builder.udiv(number, group), 4 * head_dim)
-            skips = range(0, 4 * head_dim, LINE_BYTES)
-            keys = [code.widened(code.at(k, kv_part, skip), torch.float32) for skip in skips]
-            own = builder.fmul(_dot(code, code.at(q, code.multiply(number, 4 * head_dim)), keys), scale)
             first = code.add(code.multiply(index, heads), number)
+            own = own_of(code, head_dim, index, number, first)
 
             def state_of(part: Value) -> Value:
                 return code.add(code.multiply(part, part_states), first)
@@ -307,7 +337,7 @@ def _merge_code(module: ir.Module, head_dim: int) -> Code:
             def lse_of(part: Value) -> Value:
                 return code.load(code.at(given["lse"], code.multiply(state_of(part), 4)), F32)
 
-            (top,) = code.loop(parts, [own], lambda part, tops: [code.larger(lse_of(part), tops[0])])
+            (top,) = code.loop(parts, [own.lse], lambda part, tops: [code.larger(lse_of(part), tops[0])])
 
             def weight_of(lse: Value) -> Value:
                 """The same in all lanes; none of a state over no keys."""
@@ -315,12 +345,12 @@ def _merge_code(module: ir.Module, head_dim: int) -> Code:
                 none = builder.fcmp_ordered("==", lse, nothing)
                 return builder.select(none, code.constant(0.0), weight)
 
-            own_weight = weight_of(own)
+            own_weight = weight_of(own.lse)
             (total,) = code.loop(
                 parts, [own_weight], lambda part, totals: [builder.fadd(totals[0], weight_of(lse_of(part)))]
             )
             share = builder.fdiv(own_weight, total)
-            begin = [builder.fmul(share, code.load(code.at(v, kv_part, skip), share.type)) for skip in skips]
+            begin = [builder.fmul(share, code.load(code.at(own.out, skip), VECTOR)) for skip in skips]
 
             def add(part: Value, sums: list[Value]) -> list[Value]:
                 share = builder.fdiv(weight_of(lse_of(part)), total)

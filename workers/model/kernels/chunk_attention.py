@@ -79,12 +79,12 @@ class ChunkKernel:
         compiled = Compiled(module)
         self._pack, self._attend = pack.compiled(compiled), attend.compiled(compiled)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """The states of `q` `[rows, heads, head_dim]` over `k` and `v` `[keys, kv_heads, head_dim]`: `out` like q, and
-        `lse` f32 `[rows, heads]`. `seen`, int64 `[rows]` and ascending: each row sees so many of the first keys, one at
-        least.
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Writes the states of `q` `[rows, heads, head_dim]` over `k` and `v` `[keys, kv_heads, head_dim]`: `out` like
+        q in f32, rounded to the dtype of the keys, and `lse` f32 `[rows, heads]`. `seen`, int64 `[rows]` and ascending:
+        each row sees so many of the first keys, one at least.
         """
-        dtype, words, (rows, heads, head_dim), (keys, kv_heads, _) = q.dtype, self._words, q.shape, k.shape
+        words, (rows, heads, head_dim), (keys, kv_heads, _) = self._words, q.shape, k.shape
         assert (head_dim, k.dtype, v.dtype) == (self._head_dim, words.dtype, words.dtype), (q.shape, k.dtype)
         k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (k, v))
         panels, group = -(-keys // LANES), heads // kv_heads
@@ -105,14 +105,11 @@ class ChunkKernel:
         by_head = q.reshape(rows, kv_heads, group, head_dim).transpose(0, 1).to(words.dtype)
         by_head = by_head.to(words.x_dtype).contiguous()
         zeros = torch.zeros(max(panels * LANES, head_dim))
-        out, lse = torch.empty(q.shape, dtype=dtype), torch.empty(rows, heads)
-        made = out if dtype == words.dtype else torch.empty(q.shape, dtype=words.dtype)
         self._attend(
             threads, by_head.data_ptr(), keys_at, values_at, seen.data_ptr(), zeros.data_ptr(), scratch,
-            made.data_ptr(), lse.data_ptr(), panels, rows * group, group, heads, block_rows, blocks, scores_row,
+            out.data_ptr(), lse.data_ptr(), panels, rows * group, group, heads, block_rows, blocks, scores_row,
             scratch_bytes, bits_of(head_dim**-0.5), kv_heads * blocks,
         )  # fmt: skip
-        return made.to(dtype), lse
 
 
 @cache
@@ -284,13 +281,13 @@ class _RowBlock:
         code.store(lse, code.at(self.given["lse"], code.multiply(self.place(index), 4)))
 
     def finish(self, index: Value) -> None:
-        code, size = self.code, self.words.dtype.itemsize
+        code = self.code
         total = code.splat(code.load(code.at(self.totals, code.multiply(index, 4)), F32))
         row = code.at(self.sums, code.multiply(index, 4 * self.head_dim))
-        out = code.at(self.given["out"], code.multiply(self.place(index), self.head_dim * size))
+        out = code.at(self.given["out"], code.multiply(self.place(index), 4 * self.head_dim))
         for i in range(self.head_dim // LANES):
             made = code.builder.fdiv(code.load(code.at(row, LINE_BYTES * i), VECTOR), total)
-            code.store_rounded(made, code.at(out, i * LANES * size), self.words.dtype)
+            code.store(code.rounded(made, self.words.dtype), code.at(out, LINE_BYTES * i))
 
 
 def _weigh(code: Code, words: Words, scores: Value, seen: Value, vectors: Value) -> tuple[Value, Value]:
