@@ -121,5 +121,14 @@ def test_scores_far_from_each_other_leave_the_weight_to_the_largest() -> None:
     )
 
 
+def test_what_is_no_number_is_not_hidden(dtype: torch.dtype) -> None:
+    q, k, v = inputs((1, 2, 32), 40, 60, dtype)
+    q[3, 1], k[25, 0, 7] = torch.nan, torch.nan
+    out, _ = states(ChunkKernel(dtype, 32), q, k, v, torch.arange(40) + 1)
+    lost = torch.zeros(40, 2, dtype=torch.bool)
+    lost[3, 1], lost[25:] = True, True
+    assert torch.equal(out.isnan(), lost.unsqueeze(2).expand(-1, -1, 32))
+
+
 def test_heads_that_are_no_whole_vectors_have_no_kernel() -> None:
     assert chunk_kernel(torch.float32, 24) is None

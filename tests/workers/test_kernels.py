@@ -37,7 +37,7 @@ def test_a_state_is_that_of_its_segments_keys_and_values(
     #: (row, place, tokens, its first block): more and fewer than a block, a block, one token.
     tasks = [(0, 0, 33, 0), (2, 1, BLOCK_TOKENS, 3), (1, 3, 1, 4), (3, 4, 2 * BLOCK_TOKENS - 1, 4)]
     out, lse = torch.full((5, *q.shape[1:]), 7.0), torch.full((5, q.shape[1]), 7.0)
-    kernel = state_kernel(dtype, head_dim)
+    kernel = state_kernel(dtype, head_dim, group)
     assert kernel is not None
     kernel(q, k, v, StateTasks(tasks, blocks), out, lse)
     for row, place, tokens, first in tasks:
@@ -82,7 +82,7 @@ def test_what_is_merged_is_weighed_by_its_keys(dtype: torch.dtype, parts: int) -
 
 
 def test_heads_that_are_no_whole_vectors_have_no_kernel() -> None:
-    assert state_kernel(torch.float32, 24) is None
+    assert state_kernel(torch.float32, 24, 3) is None
     assert merge_kernel(24) is None
 
 

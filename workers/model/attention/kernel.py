@@ -240,7 +240,7 @@ class SdpaAttention(Attention):
         self._flash = found.default if private_op and found is not None and device.type == "cpu" else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
-        singles = bool(plan.single.items) and _state_kernel(cache.k) is not None
+        singles = bool(plan.single.items) and _state_kernel(q, cache.k) is not None
         if singles:
             if plan.states is None:
                 plan.states = StateStack(1, sum(plan.query_tokens), q.shape[1], q.shape[2], q.device)
@@ -263,7 +263,7 @@ class SdpaAttention(Attention):
     def segment_states(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
     ) -> None:
-        kernel = _state_kernel(k_cache)
+        kernel = _state_kernel(q, k_cache)
         if kernel is None:
             self._plain_segment_states(q, k_cache, v_cache, runs, states)
         elif runs.items:
@@ -342,9 +342,11 @@ class SdpaAttention(Attention):
         return Partial(out, lse.reshape(kv_heads, rows, group).transpose(0, 1).reshape(rows, heads).float())
 
 
-def _state_kernel(cache: Tensor) -> StateKernel | None:
+def _state_kernel(q: Tensor, cache: Tensor) -> StateKernel | None:
     """For single queries over a cache; of the CPU alone."""
-    return state_kernel(cache.dtype, cache.shape[-1]) if cache.device.type == "cpu" else None
+    if cache.device.type != "cpu":
+        return None
+    return state_kernel(cache.dtype, cache.shape[-1], q.shape[1] // cache.shape[2])
 
 
 def _chunk_kernel(k: Tensor) -> ChunkKernel | None:

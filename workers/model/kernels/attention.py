@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TypeVar
+from itertools import product
+from typing import NamedTuple, TypeVar
 
 import torch
 from llvmlite import ir
@@ -18,6 +19,7 @@ from llvmlite import ir
 from halfmoon.workers.model.kernels.code import (
     F32,
     I64,
+    INTEGERS,
     LANES,
     LINE_BYTES,
     VECTOR,
@@ -27,20 +29,29 @@ from halfmoon.workers.model.kernels.code import (
     Value,
     bits_of,
 )
+from halfmoon.workers.model.kernels.tiles import Words, registers
 
 Tensor = torch.Tensor
 _Kernel = TypeVar("_Kernel")
 
-_VECTORS_AT_ONCE = 4
-"""Sums of a head that stay in registers while the values go by."""
+
+class _AtOnce(NamedTuple):
+    members: int
+    vectors: int
+
+
+_SUMS_AT_ONCE = {16: _AtOnce(3, 2), 32: _AtOnce(6, 4)}
+"""By the CPU's registers: of how many heads, and how many vectors of each, sums stay there while the values go by."""
 
 
 class StateKernel:
-    """The states of queries, one of each sequence, over segments of a cache of `dtype`."""
+    """The states of queries, one of each sequence, over segments of a cache of `dtype`. `group`: queries a KV head."""
 
-    def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
+    def __init__(self, dtype: torch.dtype, head_dim: int, group: int) -> None:
         module = ir.Module()
-        code = _states_code(module, dtype, head_dim)
+        dot = _Dot(dtype, head_dim)
+        code = _states_code(module, dot, head_dim, group)
+        self._q_dtype = dot.q_dtype
         self._run, self._scale = Compiled(module).function(code), bits_of(head_dim**-0.5)
 
     def __call__(
@@ -50,14 +61,14 @@ class StateKernel:
         Writes each task's state at its place: `out` f32 `[places, heads, head_dim]`, rounded to the dtype of the cache,
         and `lse` f32 `[places, heads]`.
         """
-        q, heads = _by_rows(q), q.shape[1]
+        q, heads = _by_rows(q, self._q_dtype), q.shape[1]
         _, block_tokens, kv_heads, _ = k_cache.shape
         block, token = (k_cache.stride(i) * k_cache.itemsize for i in (0, 1))
         scores = tasks.scores(heads)
         self._run(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tasks.tasks.data_ptr(), tasks.blocks.data_ptr(),
-            scores.data_ptr(), out.data_ptr(), lse.data_ptr(), 4 * q.stride(0), block, token, block_tokens, kv_heads,
-            heads // kv_heads, 4 * scores.stride(0), len(tasks.tasks), self._scale,
+            scores.data_ptr(), out.data_ptr(), lse.data_ptr(), q.itemsize * q.stride(0), block, token, block_tokens,
+            kv_heads, 4 * scores.stride(0), len(tasks.tasks), self._scale,
         )  # fmt: skip
 
 
@@ -115,9 +126,9 @@ class MergeKernel:
 
 
 @cache
-def state_kernel(dtype: torch.dtype, head_dim: int) -> StateKernel | None:
+def state_kernel(dtype: torch.dtype, head_dim: int, group: int) -> StateKernel | None:
     """None where heads are no whole vectors, and where nothing can be compiled."""
-    return _where_possible(head_dim, lambda: StateKernel(dtype, head_dim))
+    return _where_possible(head_dim, lambda: StateKernel(dtype, head_dim, group))
 
 
 @cache
@@ -135,9 +146,9 @@ def _where_possible(head_dim: int, make: Callable[[], _Kernel]) -> _Kernel | Non
         return None
 
 
-def _by_rows(x: Tensor) -> Tensor:
-    """In f32, and each row in one run of memory."""
-    x = x.float()
+def _by_rows(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Each row in one run of memory."""
+    x = x.to(dtype)
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -148,25 +159,41 @@ def _dot(code: Code, query: Value, keys: list[Value]) -> Value:
     return code.summed(total)
 
 
-def _states_code(module: ir.Module, dtype: torch.dtype, head_dim: int) -> Code:
+class _Dot:
+    """Writes the code of products of a query and keys."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
+        self.dtype, self._vectors = dtype, head_dim // LANES
+        #: Of pairs, as products of weights are: a vector holds two vectors' dimensions.
+        self.by_words = dtype == torch.bfloat16 and self._vectors % 2 == 0
+        self._words = Words(dtype)
+        self.q_dtype = dtype if self.by_words else torch.float32
+
+    def factors(self, code: Code, address: Value, dtype: torch.dtype) -> list[Value]:
+        """All dimensions of one query or key."""
+        if not self.by_words:
+            skips = range(0, self._vectors * LANES * dtype.itemsize, LANES * dtype.itemsize)
+            return [code.widened(code.at(address, skip), dtype) for skip in skips]
+        addresses = [code.at(address, LINE_BYTES * i) for i in range(self._vectors // 2)]
+        return [each for at in addresses for _, (each,) in self._words.factors(code, [at], align=2)]
+
+    def of(self, code: Code, query: list[Value], key: Value) -> Value:
+        """In all lanes together."""
+        total = code.constant(0.0)
+        for a, b in zip(query, self.factors(code, key, self.dtype), strict=True):
+            total = self._words.added(code, a, b, total) if self.by_words else code.fma(a, b, total)
+        return total
+
+
+def _states_code(module: ir.Module, dot: _Dot, head_dim: int, group: int) -> Code:
     """`_row`, `block`, `token`: bytes from one to the next."""
     addresses = ("q", "k", "v", "tasks", "blocks", "scores", "out", "lse")
-    numbers = (
-        "q_row",
-        "block",
-        "token",
-        "block_tokens",
-        "kv_heads",
-        "group",
-        "scores_row",
-        "tasks_number",
-        "scale",
-    )
+    numbers = ("q_row", "block", "token", "block_tokens", "kv_heads", "scores_row", "tasks_number", "scale")
     code = Code(module, "states", addresses, numbers)
 
     def task(index: Value) -> None:
-        one = _Task(code, dtype, head_dim, index)
-        one.over_tokens([], one.score)
+        one = _Task(code, dot, head_dim, group, index)
+        one.score()
         code.each(code.given["kv_heads"], one.attend)
 
     code.each(code.given["tasks_number"], task)
@@ -176,64 +203,78 @@ def _states_code(module: ir.Module, dtype: torch.dtype, head_dim: int) -> Code:
 class _Task:
     """Writes the code of one task."""
 
-    def __init__(self, code: Code, dtype: torch.dtype, head_dim: int, index: Value) -> None:
-        self.code, self.given, self.dtype, self.head_dim = code, code.given, dtype, head_dim
-        self.head_bytes, self.vector_bytes = head_dim * dtype.itemsize, LANES * dtype.itemsize
+    def __init__(self, code: Code, dot: _Dot, head_dim: int, group: int, index: Value) -> None:
+        self.code, self.given, self.head_dim, self.group = code, code.given, head_dim, group
+        self.dot, self.dtype = dot, dot.dtype
+        self.head_bytes, self.vector_bytes = head_dim * self.dtype.itemsize, LANES * self.dtype.itemsize
         told = code.at(self.given["tasks"], code.multiply(index, 32))
         row, place, self.tokens, first = (code.load(code.at(told, 8 * i), I64) for i in range(4))
         self.q = code.at(self.given["q"], code.multiply(row, self.given["q_row"]))
         self.blocks = code.at(self.given["blocks"], code.multiply(first, 8))
-        self.first_state = code.multiply(code.multiply(place, self.given["kv_heads"]), self.given["group"])
+        self.first_state = code.multiply(code.multiply(place, self.given["kv_heads"]), group)
 
-    def over_tokens(
-        self, begin: list[Value], visit: Callable[[Value, Value, list[Value]], list[Value]]
+    def over_blocks(
+        self, begin: list[Value], visit: Callable[[Value, Value, Value, list[Value]], Sequence[Value]]
     ) -> list[Value]:
-        """`visit(token, bytes from the beginning of the cache, values)` of each token, block by block."""
-        code, builder, given = self.code, self.code.builder, self.given
-        size = given["block_tokens"]
+        """`visit(first token, tokens, bytes from the beginning of the cache, values)` of each block."""
+        code, builder, size = self.code, self.code.builder, self.given["block_tokens"]
 
-        def block(number: Value, values: list[Value]) -> list[Value]:
+        def block(number: Value, values: list[Value]) -> Sequence[Value]:
             start = code.multiply(number, size)
             left = builder.sub(self.tokens, start)
             here = builder.select(builder.icmp_unsigned("<", left, size), left, size)
-            base = code.multiply(
-                code.load(code.at(self.blocks, code.multiply(number, 8)), I64), given["block"]
-            )
-
-            def token(index: Value, values: list[Value]) -> list[Value]:
-                offset = code.add(base, code.multiply(index, given["token"]))
-                return visit(code.add(start, index), offset, values)
-
-            return code.loop(here, values, token)
+            found = code.load(code.at(self.blocks, code.multiply(number, 8)), I64)
+            return visit(start, here, code.multiply(found, self.given["block"]), values)
 
         number_of_blocks = builder.udiv(builder.sub(code.add(self.tokens, size), code.number(1)), size)
         return code.loop(number_of_blocks, begin, block)
 
+    def head_of(self, kv_head: Value, member: int) -> Value:
+        return self.code.add(self.code.multiply(kv_head, self.group), member)
+
     def scores_of(self, head: Value) -> Value:
         return self.code.at(self.given["scores"], self.code.multiply(head, self.given["scores_row"]))
 
-    def score(self, token: Value, offset: Value, _: list[Value]) -> list[Value]:
-        """By all heads; the token's values are asked for."""
-        code, given = self.code, self.given
-        key, value, column = code.at(given["k"], offset), code.at(given["v"], offset), code.multiply(token, 4)
-        scale = code.single(given["scale"])
+    def score(self) -> None:
+        """`LANES` tokens at once, by all heads."""
+        code, builder = self.code, self.code.builder
+
+        def block(start: Value, here: Value, base: Value, _: list[Value]) -> Sequence[Value]:
+            last = builder.sub(here, code.number(1))
+
+            def some(number: Value) -> None:
+                first, offsets = code.multiply(number, LANES), []
+                for lane in range(LANES):
+                    token = code.add(first, lane)
+                    # Beyond the last one of a block, what is written is written again.
+                    token = builder.select(builder.icmp_unsigned("<", token, last), token, last)
+                    offsets.append(code.add(base, code.multiply(token, self.given["token"])))
+                self.score_some(code.add(start, first), offsets)
+
+            code.each(builder.udiv(code.add(here, LANES - 1), code.number(LANES)), some)
+            return ()
+
+        self.over_blocks([], block)
+
+    def score_some(self, first: Value, offsets: list[Value]) -> None:
+        """The tokens at `offsets`, whose values are asked for."""
+        code, given, column = self.code, self.given, self.code.multiply(first, 4)
+        scale = code.splat(code.single(given["scale"]))
 
         def kv_head(number: Value) -> None:
             part = code.multiply(number, self.head_bytes)
-            for line in range(0, self.head_bytes, LINE_BYTES):
-                code.prefetch(code.at(value, part, line))
-            skips = range(0, self.head_bytes, self.vector_bytes)
-            keys = [code.widened(code.at(key, part, skip), self.dtype) for skip in skips]
-
-            def query(member: Value) -> None:
-                head = code.add(code.multiply(number, given["group"]), member)
-                found = _dot(code, code.at(self.q, code.multiply(head, 4 * self.head_dim)), keys)
+            for offset in offsets:
+                for line in range(0, self.head_bytes, LINE_BYTES):
+                    code.prefetch(code.at(given["v"], offset, part, line))
+            keys = [code.at(given["k"], offset, part) for offset in offsets]
+            for member in range(self.group):
+                head = self.head_of(number, member)
+                q = code.at(self.q, code.multiply(head, self.head_dim * self.dot.q_dtype.itemsize))
+                query = self.dot.factors(code, q, self.dot.q_dtype)
+                found = code.summed_each([partial(self.dot.of, code, query, key) for key in keys])
                 code.store(code.builder.fmul(found, scale), code.at(self.scores_of(head), column))
 
-            code.each(given["group"], query)
-
         code.each(given["kv_heads"], kv_head)
-        return []
 
     def weigh(self, head: Value) -> Value:
         """The head's scores become weights that are not normalised; writes their log-sum-exp, returns their sum."""
@@ -266,30 +307,53 @@ class _Task:
 
     def attend(self, kv_head: Value) -> None:
         """The sums of values by weight, for the queries of one KV head."""
+        heads = [self.head_of(kv_head, member) for member in range(self.group)]
+        totals = [self.code.splat(self.weigh(head)) for head in heads]
+        at_once, vectors = _SUMS_AT_ONCE[registers()], range(self.head_dim // LANES)
+        for first in range(0, self.group, at_once.members):
+            some = slice(first, first + at_once.members)
+            for start in vectors[:: at_once.vectors]:
+                self.add_up(kv_head, heads[some], totals[some], vectors[start : start + at_once.vectors])
+
+    def add_up(self, kv_head: Value, heads: list[Value], totals: list[Value], which: range) -> None:
+        """The vectors `which` of some heads' sums."""
         code, given = self.code, self.given
         part = code.multiply(kv_head, self.head_bytes)
+        scores = [self.scores_of(head) for head in heads]
 
-        def member(index: Value) -> None:
-            head = code.add(code.multiply(kv_head, given["group"]), index)
-            total, scores = code.splat(self.weigh(head)), self.scores_of(head)
+        def block(start: Value, here: Value, base: Value, sums: list[Value]) -> Sequence[Value]:
+            def token(index: Value, sums: list[Value]) -> Sequence[Value]:
+                value = code.at(given["v"], code.add(base, code.multiply(index, given["token"])), part)
+                terms = self.values(value, which)
+                column = code.multiply(code.add(start, index), 4)
+                weights = [code.splat(code.load(code.at(each, column), F32)) for each in scores]
+                factors = product(weights, terms)
+                return [code.fma(*each, so_far) for each, so_far in zip(factors, sums, strict=True)]
+
+            return code.loop(here, sums, token)
+
+        size = len(which)
+        sums = self.over_blocks([code.constant(0.0)] * (len(heads) * size), block)
+        for member, (head, total) in enumerate(zip(heads, totals, strict=True)):
             out = code.at(given["out"], code.multiply(code.add(self.first_state, head), 4 * self.head_dim))
+            made = [code.builder.fdiv(each, total) for each in sums[member * size : (member + 1) * size]]
+            if self.dot.by_words:
+                made = [
+                    each
+                    for pair in zip(made[::2], made[1::2], strict=True)
+                    for each in code.interleaved(*pair)
+                ]
+            for i, each in zip(which, made, strict=True):
+                # As a state is sent from elsewhere.
+                code.store(code.rounded(each, self.dtype), code.at(out, LINE_BYTES * i))
 
-            def add(which: range, token: Value, offset: Value, sums: list[Value]) -> list[Value]:
-                weight = code.splat(code.load(code.at(scores, code.multiply(token, 4)), F32))
-                value = code.at(given["v"], offset, part)
-                terms = [code.widened(code.at(value, self.vector_bytes * i), self.dtype) for i in which]
-                return [code.fma(weight, term, so_far) for term, so_far in zip(terms, sums, strict=True)]
-
-            vectors = range(self.head_dim // LANES)
-            for start in vectors[::_VECTORS_AT_ONCE]:
-                which = vectors[start : start + _VECTORS_AT_ONCE]
-                sums = self.over_tokens([code.constant(0.0)] * len(which), partial(add, which))
-                for i, found in zip(which, sums, strict=True):
-                    # As a state is sent from elsewhere.
-                    rounded = code.rounded(code.builder.fdiv(found, total), self.dtype)
-                    code.store(rounded, code.at(out, LINE_BYTES * i))
-
-        code.each(given["group"], member)
+    def values(self, address: Value, which: range) -> list[Value]:
+        """Some vectors of one value. By words, those of even and of odd dimensions take turns."""
+        code = self.code
+        addresses = [code.at(address, self.vector_bytes * i) for i in which]
+        if not self.dot.by_words:
+            return [code.widened(each, self.dtype) for each in addresses]
+        return [half for each in addresses[::2] for half in code.halves(code.load(each, INTEGERS, 2))]
 
 
 class _OwnToken:

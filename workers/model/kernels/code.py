@@ -191,6 +191,23 @@ class Code:
     def summed(self, vector: Value) -> Value:
         return self.folded(vector, self.builder.fadd)
 
+    def interleaved(self, even: Value, odd: Value) -> list[Value]:
+        """Two vectors of their lanes by turns."""
+        turns = [lane for pair in zip(range(LANES), range(LANES, 2 * LANES), strict=True) for lane in pair]
+        parts = turns[:LANES], turns[LANES:]
+        return [self.builder.shuffle_vector(even, odd, ir.Constant(INTEGERS, part)) for part in parts]
+
+    def summed_each(self, vectors: Sequence[Callable[[], Value]]) -> Value:
+        """A vector of the sums of `LANES` vectors, each with the bits of `summed`; few of them live at once."""
+        size = len(vectors)
+        if size == 1:
+            return vectors[0]()
+        a, b = self.summed_each(vectors[: size // 2]), self.summed_each(vectors[size // 2 :])
+        half = LANES // size
+        lower = [lane for lane in range(2 * LANES) if lane % (2 * half) < half]
+        parts = [ir.Constant(INTEGERS, [lane + more for lane in lower]) for more in (0, half)]
+        return self.builder.fadd(*(self.builder.shuffle_vector(a, b, part) for part in parts))
+
     def larger(self, a: Value, b: Value) -> Value:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
@@ -203,6 +220,13 @@ class Code:
         assert dtype == torch.bfloat16, dtype
         wide = self.builder.zext(self.load(address, ir.VectorType(I16, LANES), align), INTEGERS)
         return self.builder.bitcast(self.builder.shl(wide, self.integers(16)), VECTOR)
+
+    def halves(self, words: Value) -> tuple[Value, Value]:
+        """The lower and the upper bf16 of each word of 32 bits, as f32."""
+        builder = self.builder
+        lower = builder.shl(words, self.integers(16))
+        upper = builder.and_(words, self.integers(0xFFFF0000))
+        return builder.bitcast(lower, VECTOR), builder.bitcast(upper, VECTOR)
 
     def rounded(self, vector: Value, dtype: torch.dtype) -> Value:
         """To the nearest number of `dtype`, still as f32."""
@@ -234,22 +258,24 @@ class Code:
         self.store_narrow(self.rounded(vector, dtype), address, dtype)
 
     def exponential(self, x: Value) -> Value:
-        """e ** x of a vector, where x is from -87 to 88; beyond, that of the nearest. Within 1.3 units in the last
-        place. Source: Cephes, expf.
+        """e ** x of a vector, where x is from -87 to 88; beyond, that of the nearest; of no number, none. Within 1.3
+        units in the last place. Source: Cephes, expf.
         """
         builder = self.builder
-        x = self.larger(x, self.constant(-87.0))
-        x = builder.select(builder.fcmp_ordered("<", x, self.constant(88.0)), x, self.constant(88.0))
-        whole = self.call(
-            f"llvm.rint.v{LANES}f32", VECTOR, builder.fmul(x, self.constant(1.4426950408889634))
-        )
+        for limit, beyond in ((-87.0, "<"), (88.0, ">")):
+            end = self.constant(limit)
+            x = builder.select(builder.fcmp_ordered(beyond, x, end), end, x)
+        # So large a number has no room for a fraction, and ends with the whole one in its bits.
+        large = self.constant(1.5 * 2**23)
+        shifted = self.fma(x, self.constant(1.4426950408889634), large)
+        whole = builder.fsub(shifted, large)
         rest = self.fma(whole, self.constant(-0.693359375), x)
         rest = self.fma(whole, self.constant(2.12194440e-4), rest)
         series = self.constant(1.9875691500e-4)
         for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
             series = self.fma(series, rest, self.constant(factor))
         made = self.fma(series, builder.fmul(rest, rest), builder.fadd(rest, self.constant(1.0)))
-        exponent = builder.add(builder.fptosi(whole, INTEGERS), self.integers(127))
+        exponent = builder.add(builder.bitcast(shifted, INTEGERS), self.integers(127))
         power = builder.bitcast(builder.shl(exponent, self.integers(23)), VECTOR)
         return builder.fmul(made, power)
 

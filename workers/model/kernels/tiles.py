@@ -36,6 +36,11 @@ STRIDES = ("x_row", "panel", "out_row", "steps")
 """Bytes from one row or panel to the next, and the steps over the inputs."""
 
 
+def registers() -> int:
+    """Of a vector, in the CPU."""
+    return 32 if llvm.get_host_cpu_features().get("avx512f") else 16
+
+
 def multiplies_pairs() -> bool:
     """Whether the CPU has an instruction for pairs of bf16."""
     return bool(llvm.get_host_cpu_features().get("avx512bf16"))
@@ -54,18 +59,18 @@ class Words:
         self.x_dtype = torch.bfloat16 if self.pairs else torch.float32
         self.x_bytes = self.inputs * self.x_dtype.itemsize
 
-    def factors(self, code: Code, addresses: Sequence[Value]) -> list[tuple[int, list[Value]]]:
+    def factors(
+        self, code: Code, addresses: Sequence[Value], *, align: int | None = None
+    ) -> list[tuple[int, list[Value]]]:
         """In the order of the chain: where a step's factor lies in a row, in bytes, and the weights that it multiplies,
         of the panel at each address.
         """
+        align = align or self.vector_bytes
         if self.dtype != torch.bfloat16 or self.pairs:
             kind = torch.float32 if self.pairs else self.dtype
-            return [(0, [code.widened(each, kind, align=self.vector_bytes) for each in addresses])]
-        words = [code.load(each, INTEGERS, self.vector_bytes) for each in addresses]
-        builder, half, upper = code.builder, code.integers(16), code.integers(0xFFFF0000)
-        first = [builder.bitcast(builder.shl(each, half), VECTOR) for each in words]
-        second = [builder.bitcast(builder.and_(each, upper), VECTOR) for each in words]
-        return [(4, second), (0, first)]
+            return [(0, [code.widened(each, kind, align=align) for each in addresses])]
+        halves = [code.halves(code.load(each, INTEGERS, align)) for each in addresses]
+        return [(4, [upper for _, upper in halves]), (0, [lower for lower, _ in halves])]
 
     def added(self, code: Code, factor: Value, weights: Value, so_far: Value) -> Value:
         return code.pairs_added(weights, factor, so_far) if self.pairs else code.fma(factor, weights, so_far)
@@ -153,8 +158,7 @@ def _column(module: ir.Module, words: Words, panels: int, rows_max: int) -> Code
 
 def panels_code(module: ir.Module, words: Words) -> Code:
     """All rows times some panels. As many at once as a tile has room for with all rows, or with the most rows."""
-    registers = 32 if llvm.get_host_cpu_features().get("avx512f") else 16
-    tiles = TILES[registers]
+    tiles = TILES[registers()]
     columns = {panels: _column(module, words, panels, rows_max) for panels, rows_max in tiles.items()}
     code = Code(module, "panels", ADDRESSES, (*STRIDES, "rows", "first", "end"), internal=True)
     builder, given = code.builder, code.given
