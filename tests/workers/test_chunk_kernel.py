@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -36,6 +37,11 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+@cache
+def kernel_of(dtype: torch.dtype, head_dim: int, pairs: bool) -> ChunkKernel:
+    return ChunkKernel(dtype, head_dim)
+
+
 def states(kernel: ChunkKernel, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = torch.full(q.shape, 7.0), torch.full(q.shape[:2], 7.0)
     kernel(q, k, v, seen, out, lse)
@@ -66,7 +72,7 @@ def test_a_state_is_that_of_the_keys_that_its_row_sees(
     dtype: torch.dtype, shape: tuple[int, int, int], rows: int, keys: int
 ) -> None:
     q, k, v = inputs(shape, rows, keys, dtype)
-    kernel, eps = ChunkKernel(dtype, shape[2]), torch.finfo(dtype).eps
+    kernel, eps = kernel_of(dtype, shape[2], tiles.multiplies_pairs()), torch.finfo(dtype).eps
     for seen in (torch.full((rows,), keys), (torch.arange(rows) * keys // rows + 1).clamp(max=keys)):
         out, lse = states(kernel, q, k, v, seen)
         expected_out, expected_lse = by_definition(q, k, v, seen)

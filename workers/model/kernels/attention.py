@@ -1,9 +1,8 @@
 """Attention of single queries, as compiled kernels: the states over segments of a paged cache, and their merging.
 
-One call computes a whole layer of a step. Keys are read once, token by token as they lie, for all heads, and ask for
-the values of their token meanwhile, so that both come from memory in long runs. Each state has sums of its own, in one
-order, whatever is computed beside it and wherever its blocks lie. Source of states and of their merging:
-`attention.states`.
+One call computes a whole layer of a step. Keys come from memory once, those of a few tokens for all heads, and the
+values of these tokens are asked for meanwhile. Each state has sums of its own, in one order, whatever is computed
+beside it and wherever its blocks lie. Source of states and of their merging: `attention.states`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class _AtOnce(NamedTuple):
     vectors: int
 
 
-_SUMS_AT_ONCE = {16: _AtOnce(3, 2), 32: _AtOnce(6, 4)}
+_SUMS_AT_ONCE = {16: _AtOnce(2, 2), 32: _AtOnce(6, 4)}
 """By the CPU's registers: of how many heads, and how many vectors of each, sums stay there while the values go by."""
 
 
@@ -229,7 +228,7 @@ class _Task:
         number_of_blocks = builder.udiv(builder.sub(code.add(self.tokens, size), code.number(1)), size)
         return code.loop(number_of_blocks, begin, block)
 
-    def head_of(self, kv_head: Value, member: int) -> Value:
+    def head_of(self, kv_head: Value, member: Value | int) -> Value:
         return self.code.add(self.code.multiply(kv_head, self.group), member)
 
     def scores_of(self, head: Value) -> Value:
@@ -267,12 +266,15 @@ class _Task:
                 for line in range(0, self.head_bytes, LINE_BYTES):
                     code.prefetch(code.at(given["v"], offset, part, line))
             keys = [code.at(given["k"], offset, part) for offset in offsets]
-            for member in range(self.group):
+
+            def query(member: Value) -> None:
                 head = self.head_of(number, member)
                 q = code.at(self.q, code.multiply(head, self.head_dim * self.dot.q_dtype.itemsize))
-                query = self.dot.factors(code, q, self.dot.q_dtype)
-                found = code.summed_each([partial(self.dot.of, code, query, key) for key in keys])
+                factors = self.dot.factors(code, q, self.dot.q_dtype)
+                found = code.summed_each([partial(self.dot.of, code, factors, key) for key in keys])
                 code.store(code.builder.fmul(found, scale), code.at(self.scores_of(head), column))
+
+            code.each(code.number(self.group), query)
 
         code.each(given["kv_heads"], kv_head)
 

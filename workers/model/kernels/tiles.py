@@ -37,7 +37,7 @@ STRIDES = ("x_row", "panel", "out_row", "steps")
 
 
 def registers() -> int:
-    """Of a vector, in the CPU."""
+    """How many the CPU has for vectors."""
     return 32 if llvm.get_host_cpu_features().get("avx512f") else 16
 
 
