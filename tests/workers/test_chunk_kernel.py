@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
 import torch
 
 from halfmoon.workers.model.kernels import chunk_attention, tiles
+from halfmoon.workers.model.kernels import threads as kernel_threads
 from halfmoon.workers.model.kernels.chunk_attention import ChunkKernel, chunk_kernel
 
 Tensor = torch.Tensor
 
 SHAPES = [(3, 3, 64), (1, 1, 16), (2, 4, 80), (1, 2, 256)]
 """KV heads, queries of each, and dimensions of a head."""
-
-
-@pytest.fixture(params=["f32", "bf16", "bf16 in pairs", "f16"])
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    if request.param == "bf16 in pairs" and not tiles.multiplies_pairs():
-        pytest.skip("the CPU has no instruction for pairs of bf16")
-    if request.param == "bf16":
-        monkeypatch.setattr(tiles, "multiplies_pairs", lambda: False)
-    return {"f32": torch.float32, "f16": torch.float16}.get(request.param, torch.bfloat16)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def drawn(*shape: int) -> Tensor:
@@ -97,15 +81,15 @@ def test_a_row_has_the_same_bits_among_any_rows_in_any_blocks_on_any_number_of_t
         assert torch.equal(found[1], lse[part])
 
     for registers in tiles.TILES:
-        monkeypatch.setattr(tiles, "TILES", dict.fromkeys(tiles.TILES, tiles.TILES[registers]))
-        kernel = ChunkKernel(dtype, SHAPES[0][2])
+        with monkeypatch.context() as patched:
+            patched.setattr(tiles, "TILES", dict.fromkeys(tiles.TILES, tiles.TILES[registers]))
+            kernel = ChunkKernel(dtype, SHAPES[0][2])
         for first in range(0, rows, 7):
             check(kernel, slice(first, first + 1))
             check(kernel, slice(first, first + 20))
             # Keys that no row sees.
             check(kernel, slice(0, first + 1), int(seen[first]))
-        monkeypatch.undo()
-    monkeypatch.setattr(chunk_attention, "_MULTIPLY_ADDS_MIN", 0)
+    monkeypatch.setattr(kernel_threads, "_MULTIPLY_ADDS_MIN", 0)
     for count in (2, 3, 5):
         torch.set_num_threads(count)
         check(kernel, slice(0, rows))

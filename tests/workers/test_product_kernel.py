@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from halfmoon.workers.model.kernels import products, tiles
+from halfmoon.workers.model.kernels import threads as kernel_threads
 from halfmoon.workers.model.kernels.code import LANES, KernelUnavailable
 from halfmoon.workers.model.kernels.products import PackedRows
-from halfmoon.workers.model.kernels.threads import openmp
 
 Tensor = torch.Tensor
 
@@ -30,25 +30,8 @@ def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     products._attempt.cache_clear()
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-
-
-@pytest.fixture(params=["f32", "bf16", "bf16 in pairs", "f16"])
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Of weights, in each form."""
-    if request.param == "bf16 in pairs" and not tiles.multiplies_pairs():
-        pytest.skip("the CPU has no instruction for pairs of bf16")
-    if request.param == "bf16":
-        monkeypatch.setattr(tiles, "multiplies_pairs", lambda: False)
-    return {"f32": torch.float32, "f16": torch.float16}.get(request.param, torch.bfloat16)
 
 
 def chain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -78,18 +61,18 @@ def test_each_element_is_one_chain_in_the_order_of_the_inputs(
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("outputs", [LANES, 9 * LANES, 900])
 def test_threads_share_the_outputs_and_change_no_bit(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_MULTIPLY_ADDS_MIN", 0)
-    asked: list[int] = []
-    multiply = products._Multiply.__call__
-
-    def noted(self: products._Multiply, threads: int, *arguments: int) -> None:
-        asked.append(threads)
-        multiply(self, threads, *arguments)
-
-    monkeypatch.setattr(products._Multiply, "__call__", noted)
-    assert openmp() is not None
+    monkeypatch.setattr(kernel_threads, "_MULTIPLY_ADDS_MIN", 0)
+    assert kernel_threads.openmp() is not None
     weight, x = drawn(outputs, 70), drawn(ROWS, 70)
     product, expected = PackedRows(weight), chain(x, weight, torch.zeros(outputs))
+    asked: list[int] = []
+    run = product._multiply.run
+
+    def noted(threads: int, *arguments: int) -> None:
+        asked.append(threads)
+        run(threads, *arguments)
+
+    monkeypatch.setattr(product._multiply, "run", noted)
     for count in (1, 2, 3, 5):
         torch.set_num_threads(count)
         assert torch.equal(product(x), expected), count

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from llvmlite import ir
@@ -24,14 +24,14 @@ from halfmoon.workers.model.kernels.code import (
     VECTOR,
     Code,
     Compiled,
-    KernelUnavailable,
     Value,
     bits_of,
+    where_possible,
 )
 from halfmoon.workers.model.kernels.tiles import Words, registers
+from halfmoon.workers.model.kernels.weights import weigh
 
 Tensor = torch.Tensor
-_Kernel = TypeVar("_Kernel")
 
 
 class _AtOnce(NamedTuple):
@@ -126,36 +126,18 @@ class MergeKernel:
 
 @cache
 def state_kernel(dtype: torch.dtype, head_dim: int, group: int) -> StateKernel | None:
-    """None where heads are no whole vectors, and where nothing can be compiled."""
-    return _where_possible(head_dim, lambda: StateKernel(dtype, head_dim, group))
+    return where_possible(head_dim, lambda: StateKernel(dtype, head_dim, group))
 
 
 @cache
 def merge_kernel(head_dim: int) -> MergeKernel | None:
-    """None as in `state_kernel`."""
-    return _where_possible(head_dim, lambda: MergeKernel(head_dim))
-
-
-def _where_possible(head_dim: int, make: Callable[[], _Kernel]) -> _Kernel | None:
-    if head_dim % LANES:
-        return None
-    try:
-        return make()
-    except KernelUnavailable:
-        return None
+    return where_possible(head_dim, lambda: MergeKernel(head_dim))
 
 
 def _by_rows(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Each row in one run of memory."""
     x = x.to(dtype)
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
-
-
-def _dot(code: Code, query: Value, keys: list[Value]) -> Value:
-    total = code.builder.fmul(code.load(query, keys[0].type), keys[0])
-    for i, key in enumerate(keys[1:], 1):
-        total = code.fma(code.load(code.at(query, LINE_BYTES * i), key.type), key, total)
-    return code.summed(total)
 
 
 class _Dot:
@@ -221,12 +203,11 @@ class _Task:
         def block(number: Value, values: list[Value]) -> Sequence[Value]:
             start = code.multiply(number, size)
             left = builder.sub(self.tokens, start)
-            here = builder.select(builder.icmp_unsigned("<", left, size), left, size)
+            here = code.smaller(left, size)
             found = code.load(code.at(self.blocks, code.multiply(number, 8)), I64)
             return visit(start, here, code.multiply(found, self.given["block"]), values)
 
-        number_of_blocks = builder.udiv(builder.sub(code.add(self.tokens, size), code.number(1)), size)
-        return code.loop(number_of_blocks, begin, block)
+        return code.loop(code.divided_up(self.tokens, size), begin, block)
 
     def head_of(self, kv_head: Value, member: Value | int) -> Value:
         return self.code.add(self.code.multiply(kv_head, self.group), member)
@@ -244,13 +225,12 @@ class _Task:
             def some(number: Value) -> None:
                 first, offsets = code.multiply(number, LANES), []
                 for lane in range(LANES):
-                    token = code.add(first, lane)
                     # Beyond the last one of a block, what is written is written again.
-                    token = builder.select(builder.icmp_unsigned("<", token, last), token, last)
+                    token = code.smaller(code.add(first, lane), last)
                     offsets.append(code.add(base, code.multiply(token, self.given["token"])))
                 self.score_some(code.add(start, first), offsets)
 
-            code.each(builder.udiv(code.add(here, LANES - 1), code.number(LANES)), some)
+            code.each(code.divided_up(here, LANES), some)
             return ()
 
         self.over_blocks([], block)
@@ -258,7 +238,6 @@ class _Task:
     def score_some(self, first: Value, offsets: list[Value]) -> None:
         """The tokens at `offsets`, whose values are asked for."""
         code, given, column = self.code, self.given, self.code.multiply(first, 4)
-        scale = code.splat(code.single(given["scale"]))
 
         def kv_head(number: Value) -> None:
             part = code.multiply(number, self.head_bytes)
@@ -272,38 +251,17 @@ class _Task:
                 q = code.at(self.q, code.multiply(head, self.head_dim * self.dot.q_dtype.itemsize))
                 factors = self.dot.factors(code, q, self.dot.q_dtype)
                 found = code.summed_each([partial(self.dot.of, code, factors, key) for key in keys])
-                code.store(code.builder.fmul(found, scale), code.at(self.scores_of(head), column))
+                code.store(found, code.at(self.scores_of(head), column))
 
             code.each(code.number(self.group), query)
 
         code.each(given["kv_heads"], kv_head)
 
     def weigh(self, head: Value) -> Value:
-        """The head's scores become weights that are not normalised; writes their log-sum-exp, returns their sum."""
-        code, builder, scores = self.code, self.code.builder, self.scores_of(head)
-        # The rest of the last vector: its weights are too small to change a sum, which is at least 1.
-        code.store(code.constant(float("-inf")), code.at(scores, code.multiply(self.tokens, 4)))
-        vectors = builder.udiv(code.add(self.tokens, LANES - 1), code.number(LANES))
-
-        def at(index: Value) -> Value:
-            return code.at(scores, code.multiply(index, LINE_BYTES))
-
-        def larger(index: Value, tops: list[Value]) -> list[Value]:
-            return [code.larger(code.load(at(index), VECTOR), tops[0])]
-
-        (tops,) = code.loop(vectors, [code.constant(float("-inf"))], larger)
-        top = code.folded(tops, code.larger)
-        tops = code.splat(top)
-
-        def exponential(index: Value, sums: list[Value]) -> list[Value]:
-            made = code.exponential(builder.fsub(code.load(at(index), VECTOR), tops))
-            code.store(made, at(index))
-            return [builder.fadd(sums[0], made)]
-
-        (sums,) = code.loop(vectors, [code.constant(0.0)], exponential)
-        total = code.summed(sums)
+        """Writes the log-sum-exp of the head's scores, which become weights; returns their sum."""
+        code, vectors = self.code, self.code.divided_up(self.tokens, LANES)
+        total, lse = weigh(code, self.scores_of(head), self.tokens, vectors)
         state = code.add(self.first_state, head)
-        lse = builder.fadd(top, code.logarithm(total))
         code.store(lse, code.at(self.given["lse"], code.multiply(state, 4)))
         return total
 
@@ -368,8 +326,9 @@ class _OwnToken:
         given = code.given
         q, k, v = (code.at(given[name], code.multiply(row, given[f"{name}_row"])) for name in "qkv")
         part = code.multiply(code.builder.udiv(head, given["group"]), 4 * head_dim)
-        keys = [code.load(code.at(k, part, skip), VECTOR) for skip in range(0, 4 * head_dim, LINE_BYTES)]
-        found = _dot(code, code.at(q, code.multiply(head, 4 * head_dim)), keys)
+        dot = _Dot(torch.float32, head_dim)
+        query = dot.factors(code, code.at(q, code.multiply(head, 4 * head_dim)), torch.float32)
+        found = code.summed(dot.of(code, query, code.at(k, part)))
         self.lse = code.builder.fmul(found, code.single(given["scale"]))
         self.out = code.at(v, part)
 

@@ -27,12 +27,13 @@ from halfmoon.workers.model.kernels.code import (
     VECTOR,
     Code,
     Compiled,
-    KernelUnavailable,
     Value,
     bits_of,
+    where_possible,
 )
-from halfmoon.workers.model.kernels.threads import OF_WORK, SharedWork
+from halfmoon.workers.model.kernels.threads import OF_WORK, SharedWork, threads_for
 from halfmoon.workers.model.kernels.tiles import Words, pack_code, panels_code
+from halfmoon.workers.model.kernels.weights import weigh
 
 Tensor = torch.Tensor
 
@@ -42,8 +43,7 @@ _BLOCK_KEYS = 1024
 """So many scores of a block's rows stay in the second cache, with the keys or the values. Beyond, it has fewer rows."""
 _BLOCK_ROWS_MIN = 12
 _KEPT_BYTES_MAX = 16 << 20
-_MULTIPLY_ADDS_MIN = 1 << 20
-"""Of work that other threads are worth waking for."""
+"""Of a thread's memory. What is larger is given back: many keys take long enough beside it."""
 
 _PACKED = ("k", "v", "keys_at", "values_at")
 _PACKED_NUMBERS = ("k_token", "k_head", "v_token", "v_head", "keys", "panels")
@@ -88,8 +88,7 @@ class ChunkKernel:
         assert (head_dim, k.dtype, v.dtype) == (self._head_dim, words.dtype, words.dtype), (q.shape, k.dtype)
         k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (k, v))
         panels, group = -(-keys // LANES), heads // kv_heads
-        many = rows * heads * keys * head_dim >= _MULTIPLY_ADDS_MIN
-        threads = torch.get_num_threads() if many else 1
+        threads = threads_for(rows * heads * keys * head_dim)
         block_rows = max(_BLOCK_ROWS_MIN, min(_BLOCK_ROWS, _BLOCK_ROWS * _BLOCK_KEYS // keys))
         blocks = -(-rows * group // block_rows)
         # Rows that lie a page apart would push each other out of the first cache: an odd number of lines.
@@ -114,23 +113,7 @@ class ChunkKernel:
 
 @cache
 def chunk_kernel(dtype: torch.dtype, head_dim: int) -> ChunkKernel | None:
-    """None where heads are no whole vectors, and where nothing can be compiled."""
-    if head_dim % LANES:
-        return None
-    try:
-        return ChunkKernel(dtype, head_dim)
-    except KernelUnavailable:
-        return None
-
-
-def _smaller(code: Code, a: Value, b: Value) -> Value:
-    return code.builder.select(code.builder.icmp_unsigned("<", a, b), a, b)
-
-
-def _over(code: Code, a: Value, b: Value | int) -> Value:
-    """a / b, rounded up."""
-    b = code.number(b) if isinstance(b, int) else b
-    return code.builder.udiv(code.builder.sub(code.add(a, b), code.number(1)), b)
+    return where_possible(head_dim, lambda: ChunkKernel(dtype, head_dim))
 
 
 def _each_unit(code: Code, body: Callable[[Value], None]) -> None:
@@ -163,7 +146,7 @@ def _pack(module: ir.Module, words: Words, head_dim: int) -> Code:
             ]
             last = builder.sub(given["keys"], code.number(1))
             rows = [
-                code.at(v, code.multiply(_smaller(code, token, last), given["v_token"])) for token in tokens
+                code.at(v, code.multiply(code.smaller(token, last), given["v_token"])) for token in tokens
             ]
             for dims in range(head_dim // LANES):
                 place = code.add(code.multiply(head, head_dim // LANES), dims)
@@ -216,7 +199,7 @@ class _RowBlock:
         builder, given = code.builder, code.given
         self.head, block = builder.udiv(number, given["blocks"]), builder.urem(number, given["blocks"])
         self.first = code.multiply(block, given["block_rows"])
-        self.rows = _smaller(code, builder.sub(given["rows"], self.first), given["block_rows"])
+        self.rows = code.smaller(builder.sub(given["rows"], self.first), given["block_rows"])
         self.seen_keys = self.seen(builder.sub(code.add(self.first, self.rows), code.number(1)))
         self.scores = code.at(given["scratch"], code.multiply(given["thread"], given["scratch_bytes"]))
         self.sums = code.at(self.scores, code.multiply(given["block_rows"], given["scores_row"]))
@@ -255,7 +238,7 @@ class _RowBlock:
             "x_row": code.number(row),
             "panel": code.number(panel),
             "steps": code.number(steps),
-            "end": _over(code, self.seen_keys, LANES),
+            "end": code.divided_up(self.seen_keys, LANES),
         }
 
     def values(self) -> dict[str, Value]:
@@ -267,17 +250,16 @@ class _RowBlock:
             "weights": code.at(given["values_at"], code.multiply(code.multiply(self.head, panel), dims)),
             "x_row": given["scores_row"],
             "panel": panel,
-            "steps": _over(code, self.seen_keys, self.words.inputs),
+            "steps": code.divided_up(self.seen_keys, self.words.inputs),
             "end": code.number(dims),
         }
 
     def weigh(self, index: Value) -> None:
         code = self.code
         scores = code.at(self.scores, code.multiply(index, self.given["scores_row"]))
-        seen, vectors = self.seen(code.add(self.first, index)), _over(code, self.seen_keys, LANES)
-        top, total = _weigh(code, self.words, scores, seen, vectors)
+        seen, vectors = self.seen(code.add(self.first, index)), code.divided_up(self.seen_keys, LANES)
+        total, lse = weigh(code, scores, seen, vectors, rounded=self.words.dtype, stored=self.words.x_dtype)
         code.store(total, code.at(self.totals, code.multiply(index, 4)))
-        lse = code.builder.fadd(top, code.logarithm(total))
         code.store(lse, code.at(self.given["lse"], code.multiply(self.place(index), 4)))
 
     def finish(self, index: Value) -> None:
@@ -288,53 +270,3 @@ class _RowBlock:
         for i in range(self.head_dim // LANES):
             made = code.builder.fdiv(code.load(code.at(row, LINE_BYTES * i), VECTOR), total)
             code.store(code.rounded(made, self.words.dtype), code.at(out, LINE_BYTES * i))
-
-
-def _weigh(code: Code, words: Words, scores: Value, seen: Value, vectors: Value) -> tuple[Value, Value]:
-    """The first `seen` scores of a row become weights that are not normalised, rounded as the values are, and the
-    others of its `vectors` 0. Returns the largest scaled score, and the sum of the weights.
-    """
-    builder, scale = code.builder, code.single(code.given["scale"])
-    whole, low = builder.udiv(seen, code.number(LANES)), code.constant(float("-inf"))
-    lanes = ir.Constant(INTEGERS, [*range(LANES)])
-
-    def score(index: Value) -> Value:
-        return code.load(code.at(scores, code.multiply(index, LINE_BYTES)), VECTOR)
-
-    def visible(index: Value) -> Value:
-        left = builder.trunc(builder.sub(seen, code.multiply(index, LANES)), I32)
-        return builder.icmp_signed("<", lanes, code.splat(left))
-
-    def larger(index: Value, tops: list[Value]) -> list[Value]:
-        return [code.larger(score(index), tops[0])]
-
-    def larger_seen(index: Value, tops: list[Value]) -> list[Value]:
-        index = code.add(whole, index)
-        return [code.larger(builder.select(visible(index), score(index), low), tops[0])]
-
-    rest = builder.sub(vectors, whole)
-    tops = code.loop(rest, code.loop(whole, [low], larger), larger_seen)
-    top = builder.fmul(code.folded(tops[0], code.larger), scale)
-    scales, less = code.splat(scale), code.splat(builder.fneg(top))
-
-    def weight(index: Value) -> Value:
-        return code.exponential(code.fma(score(index), scales, less))
-
-    def keep(index: Value, made: Value) -> None:
-        out = code.at(scores, code.multiply(index, LANES * words.x_dtype.itemsize))
-        rounded = code.rounded(made, words.dtype)
-        code.store_narrow(rounded, out, words.x_dtype)
-
-    def weigh(index: Value, totals: list[Value]) -> list[Value]:
-        made = weight(index)
-        keep(index, made)
-        return [builder.fadd(totals[0], made)]
-
-    def weigh_seen(index: Value, totals: list[Value]) -> list[Value]:
-        index = code.add(whole, index)
-        made = builder.select(visible(index), weight(index), code.constant(0.0))
-        keep(index, made)
-        return [builder.fadd(totals[0], made)]
-
-    totals = code.loop(rest, code.loop(whole, [code.constant(0.0)], weigh), weigh_seen)
-    return top, code.summed(totals[0])

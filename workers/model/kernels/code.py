@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import llvmlite.binding as llvm
 import torch
@@ -26,6 +26,7 @@ VECTOR, INTEGERS, POINTER = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 # llvmlite has no type for bf16.
 _BF16 = type("BFloatType", (ir.Type,), {"_to_string": lambda self: "bfloat"})()
 
+_Kernel = TypeVar("_Kernel")
 Value = Any
 """Of llvmlite's builder, which has no types."""
 
@@ -65,6 +66,14 @@ class Code:
 
     def multiply(self, a: Value | int, b: Value | int) -> Value:
         return self.builder.mul(self._value(a), self._value(b))
+
+    def smaller(self, a: Value, b: Value) -> Value:
+        """The smaller one of two whole numbers."""
+        return self.builder.select(self.builder.icmp_unsigned("<", a, b), a, b)
+
+    def divided_up(self, a: Value, b: Value | int) -> Value:
+        """a / b, rounded up."""
+        return self.builder.udiv(self.builder.sub(self.add(a, b), self.number(1)), self._value(b))
 
     def at(self, address: Value, *offsets: Value | int) -> Value:
         """`offsets` in bytes."""
@@ -320,6 +329,16 @@ def bits_of(value: float) -> int:
 def _single(value: float) -> float:
     """Rounded to f32, as a constant has to be."""
     return ctypes.c_float(value).value
+
+
+def where_possible(head_dim: int, make: Callable[[], _Kernel]) -> _Kernel | None:
+    """None where heads are no whole vectors, and where nothing can be compiled."""
+    if head_dim % LANES:
+        return None
+    try:
+        return make()
+    except KernelUnavailable:
+        return None
 
 
 class Compiled:

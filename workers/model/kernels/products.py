@@ -22,7 +22,7 @@ import torch
 from llvmlite import ir
 
 from halfmoon.workers.model.kernels.code import LANES, LINE_BYTES, Code, Compiled, KernelUnavailable, Value
-from halfmoon.workers.model.kernels.threads import OF_WORK, SharedWork
+from halfmoon.workers.model.kernels.threads import OF_WORK, SharedWork, threads_for
 from halfmoon.workers.model.kernels.tiles import (
     ADDRESSES,
     STRIDES,
@@ -32,9 +32,6 @@ from halfmoon.workers.model.kernels.tiles import (
 )
 
 Tensor = torch.Tensor
-
-_MULTIPLY_ADDS_MIN = 1 << 20
-"""Of a product that is worth waking other threads for."""
 
 
 class PackedRows:
@@ -61,9 +58,8 @@ class PackedRows:
         rows, width = len(x), self._panels * LANES
         out = torch.empty(rows, width)
         if rows:
-            worth_threads = rows * width * self._inputs >= _MULTIPLY_ADDS_MIN
-            self._multiply(
-                torch.get_num_threads() if worth_threads else 1,
+            self._multiply.run(
+                threads_for(rows * width * self._inputs),
                 x.data_ptr(), self._weights_at, self._bias_at, out.data_ptr(),
                 self._steps * self._multiply.words.x_bytes, self._panel, 4 * width, self._steps, rows, self._panels,
             )  # fmt: skip
@@ -76,7 +72,7 @@ def _widened_by(columns: int, x: Tensor) -> Tensor:
 
 
 class _Multiply:
-    """The kernel for weights of one form: called with a number of threads, and the arguments of a whole product."""
+    """The kernel for weights of one form: `run` takes a number of threads, and the arguments of a whole product."""
 
     def __init__(self, words: Words) -> None:
         self.words = words
@@ -84,7 +80,7 @@ class _Multiply:
         product = SharedWork(module, _product(module, words), ADDRESSES, (*STRIDES, "rows"))
         pack = _pack(module, words)
         compiled = Compiled(module)
-        self._run, self._pack = product.compiled(compiled), compiled.function(pack)
+        self.run, self._pack = product.compiled(compiled), compiled.function(pack)
 
     def in_panels(self, weight: Tensor) -> Tensor:
         """`[panels, steps, LANES * inputs of a word]`, from a cache line on."""
@@ -96,9 +92,6 @@ class _Multiply:
         panels = room[skipped : len(room) - LINE_BYTES + skipped].view(weight.dtype).view(shape)
         self._pack(weight.data_ptr(), panels.data_ptr(), outputs, inputs * weight.itemsize, *shape[:2])
         return panels
-
-    def __call__(self, threads: int, *arguments: int) -> None:
-        self._run(threads, *arguments)
 
 
 def _multiply_of(dtype: torch.dtype) -> _Multiply:

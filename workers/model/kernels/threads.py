@@ -10,13 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
+import torch
 from llvmlite import ir
 
 from halfmoon.workers.model.kernels.code import I32, I64, Code, Compiled
 
 _OF_A_THREAD = ("omp_get_thread_num", "omp_get_num_threads")
+_MULTIPLY_ADDS_MIN = 1 << 20
+"""Of work that is worth waking other threads for."""
 OF_WORK = ("thread", "first", "end")
 """What a function of shared work is told last: which thread it is, and its units."""
+
+
+def threads_for(multiply_adds: int) -> int:
+    return torch.get_num_threads() if multiply_adds >= _MULTIPLY_ADDS_MIN else 1
 
 
 class SharedWork:

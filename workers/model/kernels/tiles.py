@@ -83,11 +83,10 @@ def pack_code(module: ir.Module, words: Words) -> Code:
     code = Code(module, "pack", ("from", "out"), ("row", "rows", "steps"), internal=True)
     builder, given, size = code.builder, code.given, words.vector_bytes // LANES
     number, last = ir.IntType(8 * size), builder.sub(given["rows"], code.number(1))
-    starts = []
-    for lane in range(LANES):
-        there = builder.icmp_unsigned("<", code.number(lane), given["rows"])
-        row = builder.select(there, code.number(lane), last)
-        starts.append(code.at(given["from"], code.multiply(given["row"], row)))
+    starts = [
+        code.at(given["from"], code.multiply(given["row"], code.smaller(code.number(lane), last)))
+        for lane in range(LANES)
+    ]
 
     def step(index: Value) -> None:
         lanes = ir.Constant(ir.VectorType(number, LANES), ir.Undefined)
@@ -117,8 +116,8 @@ def _tile(module: ir.Module, words: Words, rows: int, panels: int) -> Code:
     def step(index: Value, sums: list[Value]) -> Sequence[Value]:
         code.prefetch(code.at(ahead, code.multiply(index, ahead_step)))
         skip = code.multiply(index, words.vector_bytes)
+        at = code.multiply(index, words.x_bytes)
         for offset, parts in words.factors(code, [code.at(each, skip) for each in weights_of]):
-            at = code.multiply(index, words.x_bytes)
             ones = [code.splat(code.load(code.at(each, at, offset), F32)) for each in x_of]
             sums = [
                 words.added(code, ones[row], parts[column], so_far)
@@ -140,10 +139,10 @@ def _column(module: ir.Module, words: Words, panels: int, rows_max: int) -> Code
     code = Code(module, f"column_{panels}", ADDRESSES, (*STRIDES, "rows"), internal=True)
     builder, given = code.builder, code.given
     rows = given["rows"]
-    tiles = builder.udiv(code.add(rows, rows_max - 1), code.number(rows_max))
+    tiles = code.divided_up(rows, rows_max)
     low, higher = builder.udiv(rows, tiles), builder.urem(rows, tiles)
     ahead = code.at(given["weights"], code.multiply(given["panel"], panels))
-    ahead_step = builder.udiv(code.add(tiles, words.vector_bytes * panels - 1), tiles)
+    ahead_step = code.divided_up(code.number(words.vector_bytes * panels), tiles)
 
     def tile(index: Value, now: list[Value]) -> Sequence[Value]:
         height = code.add(low, builder.zext(builder.icmp_unsigned("<", index, higher), I64))
