@@ -304,6 +304,7 @@ async def test_a_cancelled_request_ends_at_the_engine_that_has_it(
     await eventually(lambda: "" not in ends(), "nothing of it is left where answers are drawn")
     if waits:  # its adapter and the other engine hang up at the same time
         assert ends() in (["aborted"], ["not fetched"])
+        assert [one["drawn"] for one in fleet.asked_of(fleet.decode, len(ids))] == [0]
     else:
         assert ends() == ["not fetched"] * lost + ["aborted"] * (half == "decode")
 
