@@ -5,7 +5,8 @@ only while no request runs.
 
 With `--mode prefill` it computes a prompt when an engine with `--mode decode` has asked for the request's room at its
 bootstrap server, answers when that one has the KV and the first token, and fails where it does not get them. The other
-one has no cache, and waits for a prefill engine that is gone until its client hangs up.
+one has no cache. Nothing tells it that a prefill engine, or the other half of its request there, has been ended: it
+waits until its own client hangs up.
 """
 
 from __future__ import annotations
@@ -61,9 +62,12 @@ class SglangEngine(Engine):
         if self.args.mode != "prefill":
             return await super().answer(request, body)
         try:
-            return await super().answer(request, {**body, "max_tokens": 1})
+            response = await super().answer(request, {**body, "max_tokens": 1})
         finally:
-            self.leave(body["bootstrap_room"])
+            room = self.left(body["bootstrap_room"])
+        if room is not None and not room.given.done():
+            room.given.set_result(None)
+        return response
 
     # --- one half of a request ------------------------------------------------------------------------------
 
@@ -98,13 +102,10 @@ class SglangEngine(Engine):
         room.given.set_result(None if self.loses_lent else list(tokens))
         return await room.taken
 
-    def leave(self, number: int) -> None:
-        """The prefill half is over, one way or the other. One that never was here is waited for."""
+    def left(self, number: int) -> Room | None:
+        """By the prefill half, one way or the other. One that never was here is waited for."""
         room = self.rooms.get(number)
-        if room is not None and room.entered:
-            del self.rooms[number]
-            if not room.given.done():
-                room.given.set_result(None)
+        return self.rooms.pop(number) if room is not None and room.entered else None
 
     async def room(self, request: web.Request) -> web.Response:
         """A decode engine wants what is in this one, and waits for it."""
