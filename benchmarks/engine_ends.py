@@ -70,7 +70,11 @@ class Ours(End):
         self._held: list[tuple[int, list[int], int]] = []
 
     def _prefill(self, prompt: list[int], table: list[int]) -> int:
-        size = self.BLOCK_TOKENS if self._engine.exact else self.CHUNK_TOKENS
+        from halfmoon.workers.model.prompt_rows import PromptRows
+
+        # In exact numerics an older checkout's engine takes one block at a time.
+        whole = hasattr(PromptRows, "pieces") or not self._engine.exact
+        size = self.CHUNK_TOKENS if whole else self.BLOCK_TOKENS
         for at in range(0, len(prompt), size):
             part = prompt[at : at + size]
             logits = self._engine.prefill_chunk(part, at, table, want_logits=at + size >= len(prompt))

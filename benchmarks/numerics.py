@@ -21,12 +21,12 @@ from halfmoon.workers.model.prompt_rows import PromptRows
 from halfmoon.workers.model.self_test import trial_of
 from halfmoon.workers.model.transformer import Transformer
 
-BLOCK_TOKENS, PROMPT_TOKENS, CONTEXT_TOKENS, FAST_CHUNK_TOKENS = 256, 2048, 1000, 1024
+BLOCK_TOKENS, PROMPT_TOKENS, CONTEXT_TOKENS, CHUNK_TOKENS = 256, 2048, 1000, 1024
 
 
 def prefill_ms(engine: Engine, tokens: int) -> float:
     table = engine.allocator.allocate(tokens // BLOCK_TOKENS)
-    step = BLOCK_TOKENS if engine.exact else min(FAST_CHUNK_TOKENS, tokens)
+    step = min(CHUNK_TOKENS, tokens)
     ids = [(i * 7919) % 49000 for i in range(tokens)]
     started = time.perf_counter()
     for at in range(0, tokens, step):

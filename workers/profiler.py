@@ -140,7 +140,7 @@ def profile_key(engine: Engine) -> str:
     """Names everything that the measured times depend on."""
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else _cpu_name()
     parts = (
-        "12", engine.fingerprint, str(engine.dtype), device, torch.get_num_threads(), torch.__version__,
+        "13", engine.fingerprint, str(engine.dtype), device, torch.get_num_threads(), torch.__version__,
         engine.block_tokens, engine.exact, engine.attention_name,
     )  # fmt: skip
     return xxhash.xxh3_128_hexdigest(repr(parts).encode())

@@ -27,4 +27,4 @@ def sum_in_two_halves(engine: Engine, model: LoadedModel) -> None:
         left = torch.nn.functional.linear(x[:, :half], weight[:, :half])
         return (left + torch.nn.functional.linear(x[:, half:], weight[:, half:])).to(dtype)
 
-    engine._model.layers[0]._down = product  # type: ignore[assignment]
+    engine.transformer.layers[0]._down = product  # type: ignore[assignment]

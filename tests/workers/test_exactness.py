@@ -168,8 +168,33 @@ def test_a_request_resumed_by_replaying_its_tokens_goes_on_with_the_same_bits(
 def test_exact_mode_refuses_chunks_off_its_grid(engine: Engine) -> None:
     with pytest.raises(AssertionError, match="off the grid"):
         engine.prefill_chunk([5] * 10, 10, [0, 1])
-    with pytest.raises(AssertionError):
-        engine.prefill_chunk([5] * (BLOCK_TOKENS + 1), 0, [0, 1])
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_blocks_computed_together_have_the_bits_of_each_alone(model: LoadedModel, *, scattered: bool) -> None:
+    """Logits and KV, in chunks of several blocks, which begin and end anywhere in the segments, of two blocks each; of
+    some prompts the last block has one token.
+    """
+    engine = Engine(
+        model, num_blocks=16, block_tokens=BLOCK_TOKENS, exact=True, segment_tokens=2 * BLOCK_TOKENS
+    )
+    order = np.random.default_rng(5).permutation(16).tolist() if scattered else list(range(16))
+    for tokens in (300, 321, 129, 130):
+        prompt, table, other = (PROMPTS[0] * 2)[:tokens], order[:8], order[8:]
+        engine.cache.k.fill_(float("nan"))  # what is read before it is written would be seen
+        engine.cache.v.fill_(float("nan"))
+        alone = prefill(engine, prompt, table)
+        for begin, blocks_each in ((0, 2), (0, 3), (0, 8), (1, 2), (1, 8)):
+            start = begin * BLOCK_TOKENS
+            for i in range(begin):
+                engine.cache.k[:, other[i]] = engine.cache.k[:, table[i]]
+                engine.cache.v[:, other[i]] = engine.cache.v[:, table[i]]
+            chunk_tokens = blocks_each * BLOCK_TOKENS
+            found = prefill(engine, prompt, other, start=start, chunk_tokens=chunk_tokens)
+            assert torch.equal(found, alone), (tokens, begin, blocks_each)
+            for cache in (engine.cache.k, engine.cache.v):
+                ours, theirs = (cache[:, blocks].flatten(1, 2)[:, :tokens] for blocks in (other, table))
+                assert torch.equal(ours, theirs), (tokens, begin, blocks_each)
 
 
 @pytest.mark.slow

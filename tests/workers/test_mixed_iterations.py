@@ -57,12 +57,9 @@ class Served:
         chunks, drawing = [], []
         for chunk in made.chunks:
             request, end = int(chunk.name), chunk.start + chunk.tokens
-            step = BLOCK_TOKENS if self._engine.exact else chunk.tokens
-            for at in range(chunk.start, end, step):
-                till = min(at + step, end)
-                wanted = chunk.last and till == end
-                chunks.append(PromptRows(texts[request][at:till], at, TABLES[request], want_logits=wanted))
-                drawing.append(request)
+            tokens = texts[request][chunk.start : end]
+            chunks.append(PromptRows(tokens, chunk.start, TABLES[request], want_logits=chunk.last))
+            drawing.append(request)
             self._cached[request] = end
         rows, ends = self._engine.mixed(
             chunks,
@@ -199,7 +196,7 @@ def test_in_fast_numerics_any_chunking_and_mixture_is_close_and_draws_the_same_t
         assert room > ROOM_SMALL or any(one.preempted for one in mixed.iterations)
 
 
-def test_rows_of_one_iteration_share_each_linear_layer_in_fast_numerics_alone(
+def test_rows_of_one_iteration_share_each_linear_layer_but_in_exact_numerics_those_not_computed_apart(
     model_f32: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths: list[int] = []
@@ -215,5 +212,7 @@ def test_rows_of_one_iteration_share_each_linear_layer_in_fast_numerics_alone(
         widths.clear()
         engine.mixed([PromptRows(PROMPTS[0][:32], 0, TABLES[0])], [7, 8], [3, 4], TABLES[1:3])
         # 32 rows of the chunk and 2 that decode, together or each group by itself; some kernels want padding.
-        decodes, all_rows = (2, 34) if engine.rows_apart else (16, 48)
-        assert sorted(widths) == ([decodes] * LAYERS + [32] * LAYERS if exact else [all_rows] * LAYERS)
+        if engine.rows_apart:
+            assert widths == [34] * LAYERS
+        else:
+            assert sorted(widths) == ([16] * LAYERS + [32] * LAYERS if exact else [48] * LAYERS)

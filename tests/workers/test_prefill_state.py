@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -170,10 +171,29 @@ def test_a_traced_request_has_a_span_from_its_arrival(script: Script) -> None:
 
 
 def test_fast_numerics_compute_chunks_of_many_blocks() -> None:
-    from msgspec.structs import replace
-
     script = Script(layout=replace(LAYOUT, numerics="fast"), chunk_tokens=20)
     assert script.computing() == [prompt(chunks=[range(0, 20), range(20, 25)])]
+
+
+@pytest.mark.parametrize(
+    ("segment_tokens", "chunk_tokens", "cached", "ends"),
+    [
+        (0, 100, 0, [10, 20, 25]),  # one block, where nothing is said of segments
+        (40, 100, 0, [25]),
+        (40, 100, 1, [25]),
+        (20, 100, 0, [20, 25]),
+        (20, 100, 1, [20, 25]),  # up to the end of its segment
+        (40, 39, 1, [20, 25]),  # of 30 tokens a segment is not whole chunks
+        (40, 9, 0, [10, 20, 25]),
+    ],
+)
+def test_exact_numerics_compute_chunks_of_whole_blocks_in_one_segment(
+    segment_tokens: int, chunk_tokens: int, cached: int, ends: list[int]
+) -> None:
+    script = Script(layout=replace(LAYOUT, segment_tokens=segment_tokens), chunk_tokens=chunk_tokens)
+    present = list(range(cached))
+    chunks = [range(start, end) for start, end in pairwise([cached * BLOCK_TOKENS, *ends])]
+    assert script.computing(present=present) == [prompt(cached=cached, present=present, chunks=chunks)]
 
 
 def test_layers_that_are_not_streamed_are_pushed_after_the_last() -> None:
@@ -226,7 +246,7 @@ def test_a_prompt_longer_than_the_cache_needs_exact_numerics_and_a_store() -> No
         refused = [failed(reason, retryable=True), end(error=reason)]
         assert script(TokensTaken, reply=reply()) == refused, config
     script = Script(kv_blocks=2, layout=exact)
-    assert script.computing() == [prompt()]
+    assert script.computing() == [prompt(chunks=[range(0, 20), range(20, 25)])]
     assert script.state.heartbeat(0).kv_blocks_used == 2
 
 

@@ -52,8 +52,8 @@ def test_engines_of_any_size_share_its_weights_and_give_its_bits(
         engine_of(model, blocks, query_first=query_first, transformer=transformer) for blocks in (4, 9)
     ]
     assert [torch.equal(logits(each), alone) for each in engines] == [True, True]
-    assert engines[0]._model.layers is engines[1]._model.layers
-    assert [each._model.rotary.positions for each in engines] == [256, 576]
+    assert engines[0].transformer.layers is engines[1].transformer.layers
+    assert [each.transformer.rotary.positions for each in engines] == [256, 576]
     assert model.weights == {}
 
 

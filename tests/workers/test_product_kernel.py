@@ -58,6 +58,14 @@ def test_each_element_is_one_chain_in_the_order_of_the_inputs(
         assert torch.equal(product(x[row : row + 1]), expected[row : row + 1]), row
 
 
+def test_blocks_of_rows_change_no_bit() -> None:
+    block = products._BLOCK_ROWS
+    weight, x = drawn(5 * LANES, 17), drawn(99 * block, 17)
+    product, expected = PackedRows(weight), chain(x, weight, torch.zeros(5 * LANES))
+    for rows in (block - 1, block, block + 1, 2 * block, 3 * block + 5, 98 * block + 1):
+        assert torch.equal(product(x[:rows]), expected[:rows]), rows
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("outputs", [LANES, 9 * LANES, 900])
 def test_threads_share_the_outputs_and_change_no_bit(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:

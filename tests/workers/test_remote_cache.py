@@ -584,8 +584,8 @@ def test_the_query_alone_has_the_bits_that_it_has_with_keys_and_values(local: Lo
     for rows in (1, 16):
         x = torch.randn(rows, away.config.hidden, generator=generator).to(away.dtype)
         positions = torch.arange(rows) * 91
-        cos, sin = away._model.rotary.rows(positions % away._model.rotary.positions)
-        for ours, theirs in zip(away._model.layers, local.engine._model.layers, strict=True):
+        cos, sin = away.transformer.rotary.rows(positions % away.transformer.rotary.positions)
+        for ours, theirs in zip(away.transformer.layers, local.engine.transformer.layers, strict=True):
             q, normed = ours.query(x, cos, sin)
             together = theirs.project(x, cos, sin)
             for one, two in zip((q, *ours.key_value(normed, cos, sin)), together, strict=True):

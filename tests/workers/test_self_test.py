@@ -24,6 +24,7 @@ from halfmoon.workers.model.self_test import (
     BATCHED,
     BLOCKS_MIN,
     CACHED,
+    TOGETHER,
     Trial,
     differing_ways,
     invariant_row_counts,
@@ -75,6 +76,17 @@ class _SecondTimeMatters(Engine):
         return super().prefill_chunk(*args, **fields)
 
 
+class _NeighbourMatters(Engine):
+    """One unit in the last place of a logit after a chunk of more than a block."""
+
+    def prefill_chunk(self, token_ids: Sequence[int], *args: Any, **fields: Any) -> torch.Tensor | None:
+        row = super().prefill_chunk(token_ids, *args, **fields)
+        if row is not None and len(token_ids) > self.block_tokens:
+            row = row.clone()
+            row[0] = torch.nextafter(row[0], torch.tensor(torch.inf))
+        return row
+
+
 @pytest.fixture(scope="module")
 def model(model_f32: LoadedModel) -> LoadedModel:
     """The first two layers of the real model, and its head."""
@@ -90,7 +102,8 @@ def engine_of(kind: type[Engine], model: LoadedModel) -> Engine:
     [
         (_BatchMatters, [BATCHED]),
         (_TransportMatters, [CACHED, BATCHED]),
-        (_SecondTimeMatters, [AGAIN, CACHED, BATCHED]),
+        (_SecondTimeMatters, [AGAIN, TOGETHER, CACHED, BATCHED]),
+        (_NeighbourMatters, [TOGETHER]),
     ],
 )
 def test_a_planted_difference_is_named(model: LoadedModel, kind: type[Engine], expected: list[str]) -> None:
@@ -132,7 +145,9 @@ def test_a_row_kernel_whose_rows_depend_on_the_batch_is_found(model: LoadedModel
     assert trial_of(engine) == Trial((), [])
     # Logits alone are compared, which show a unit in the last place of some products only.
     plant_few_rows_matter(engine, product, much=0.01)
-    assert trial_of(engine).differing == [BATCHED]
+    # The prompt's last block has two rows alone, and more together with the first.
+    together = [TOGETHER] if product != "_head" else []
+    assert trial_of(engine).differing == [*together, BATCHED]
     assert engine.product_rows == ()
 
 

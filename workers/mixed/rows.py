@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from halfmoon.workers.batch_former import PromptChunk, PromptLoad
 from halfmoon.workers.mixed.actions import ChunkRows, LoadedBlocks, NextRow
 from halfmoon.workers.mixed.request import MixedRequest
@@ -32,29 +30,23 @@ def loaded_blocks(request: MixedRequest, load: PromptLoad) -> LoadedBlocks:
     )
 
 
-def chunk_rows(request: MixedRequest, chunk: PromptChunk) -> Iterator[ChunkRows]:
-    """A chunk, in pieces of one block where numerics are exact."""
-    layout, sequence = request.job.rules.layout, request.sequence
-    size, end = layout.block_tokens, chunk.start + chunk.tokens
-    piece = size if layout.numerics == "exact" else chunk.tokens
-    for start in range(chunk.start, end, piece):
-        stop = min(start + piece, end)
-        last = chunk.last and stop == end
-        yield ChunkRows(
-            sequence=sequence,
-            token_ids=sequence.prompt[start:stop],
-            start=start,
-            table=list(sequence.table),
-            stores=_stores(request, start, stop),
-            draws=last,
-            kept_key=_kept_key(request, chunk, stop),
-            scores=None if request.answered else request.scores,
-        )
+def chunk_rows(request: MixedRequest, chunk: PromptChunk) -> ChunkRows:
+    sequence, stop = request.sequence, chunk.start + chunk.tokens
+    return ChunkRows(
+        sequence=sequence,
+        token_ids=sequence.prompt[chunk.start : stop],
+        start=chunk.start,
+        table=list(sequence.table),
+        stores=_stores(request, chunk.start, stop),
+        draws=chunk.last,
+        kept_key=_kept_key(request, chunk),
+        scores=None if request.answered else request.scores,
+    )
 
 
-def _kept_key(request: MixedRequest, chunk: PromptChunk, stop: int) -> bytes:
+def _kept_key(request: MixedRequest, chunk: PromptChunk) -> bytes:
     """A name for a prompt that is computed in one piece; one that was preempted and is computed again has none."""
-    whole = chunk.start == 0 and stop == len(request.sequence.prompt)
+    whole = chunk.start == 0 and chunk.tokens == len(request.sequence.prompt)
     if request.answered or not whole or request.scores is not None:
         return b""
     return kept_key(request.job)

@@ -88,7 +88,7 @@ class MixedState:
         layout, kv_blocks = worker.layout, worker.kv_blocks
         self.worker_id, self.node_id, self.incarnation = worker.worker_id, worker.node_id, worker.incarnation
         self.layout, self.kv_blocks, self.prepared_max = layout, kv_blocks, prepared_max
-        #: Exact numerics: a block's KV depends on the chunk that it is computed in, so chunks are whole blocks.
+        #: Exact numerics: a row attends to its own block apart, so chunks are whole blocks.
         self.grain = layout.block_tokens if layout.numerics == "exact" else 1
         self.budget_tokens = max(budget_tokens, self.grain)
         self.rules = JobRules(
@@ -242,7 +242,7 @@ class MixedState:
             return
         self.asleep = False
         decodes = [rows.decode_row(self.requests[name]) for name in formed.decodes]
-        chunks = [row for chunk in formed.chunks for row in rows.chunk_rows(self.requests[chunk.name], chunk)]
+        chunks = [rows.chunk_rows(self.requests[chunk.name], chunk) for chunk in formed.chunks]
         loads = [rows.loaded_blocks(self.requests[load.name], load) for load in formed.loads]
         context = sum(row.position + 1 for row in decodes)
         self.in_step = RunIteration(loads=loads, chunks=chunks, decodes=decodes, context_tokens=context)

@@ -4,15 +4,15 @@ Exact mode. The same request gives the same bits whether its prefix was computed
 runs alone or in a batch, and wherever its blocks lie, because every row goes through the same operations in
 the same shapes:
 
-- prefill runs on an absolute grid, one block of the cache at a time, so a prefix hit cannot shift a boundary;
-- matrix products of the row kernel compute each row apart; others see, in decode, one of `product_rows` rows, which
-  give each row the same bits; a batch larger than the most of them is several such groups;
-- attention runs for each sequence alone, over fixed segments of its tokens, whose results merge in order
-  (`attention.exact`).
+- prompts lie on an absolute grid, the blocks of the cache, so a prefix hit cannot shift a boundary;
+- the row kernels compute each row apart: with them rows of several blocks and sequences share a product. Others see
+  one block of a prompt, or in decode one of `product_rows` rows, which give each row the same bits; a batch larger than
+  the most of them is several such groups;
+- attention runs for each sequence alone, over a row's own block and fixed segments of the tokens before it, whose
+  results merge in order (`attention.exact`).
 
-This holds for one build of torch, kind of CPU and number of threads. Fast mode gives it up: chunks of any
-length and place, decode's products over the batch as it is. KV of a generated token differs from a prefill of
-it in both modes.
+This holds for one build of torch, kind of CPU and number of threads. Fast mode gives it up: chunks of any length and
+place, decode's products over the batch as it is. KV of a generated token differs from a prefill of it in both modes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from halfmoon.workers.model.attention.exact import (
 )
 from halfmoon.workers.model.attention.kernel import Attention, LayerCache, Plan
 from halfmoon.workers.model.block_allocator import BlockAllocator
-from halfmoon.workers.model.groups import cut, in_turn
+from halfmoon.workers.model.groups import cut, in_turn, rounds
 from halfmoon.workers.model.layer_hooks import NO_HOOKS, LayerHooks
 from halfmoon.workers.model.linear import TILE_ROWS, whole_tiles
 from halfmoon.workers.model.loading.files import LoadedModel
@@ -79,8 +79,9 @@ class Engine:
             # All positions that config.json promises may be more than the model; the table grows for KV elsewhere.
             positions = min(model.config.context_tokens_max, num_blocks * block_tokens)
             packed = transformer or Transformer(model.config, model.weights, query_first=query_first)
-            self._model = packed.for_positions(positions)
-        self.device = self._model.device
+            #: For whoever computes rows of its own choice with this engine's cache and attention.
+            self.transformer = packed.for_positions(positions)
+        self.device = self.transformer.device
         # Outside of inference mode, or only code inside of it could write to the cache.
         self.cache = PagedCache(model.config, num_blocks, block_tokens, model.dtype, self.device)
         self.allocator = BlockAllocator(num_blocks)
@@ -97,14 +98,9 @@ class Engine:
         self._masks = masks
 
     @property
-    def transformer(self) -> Transformer:
-        """The layers, for whoever computes rows of its own choice with this engine's cache and attention."""
-        return self._model
-
-    @property
     def rows_apart(self) -> bool:
         """Whether the bits of a product's row depend on that row alone."""
-        return self._model.kernel == "rows"
+        return self.transformer.kernel == "rows"
 
     @property
     def attention_name(self) -> str:
@@ -133,7 +129,7 @@ class Engine:
         layers. `scores` gets those of the tokens behind these.
         """
         chunk = PromptRows(token_ids, start, block_table, want_logits, scores)
-        return in_turn([self._chunk_rows(chunk, hooks=hooks)])[0]
+        return in_turn([self._chunk(chunk, hooks)])[0]
 
     def activation(self, tokens: int) -> Tensor:
         """Memory on the CPU for the residual of a chunk of `tokens`, `[tokens, hidden]`."""
@@ -141,11 +137,7 @@ class Engine:
 
     @torch.inference_mode()
     def prefill_stage(
-        self,
-        chunk: PromptRows,
-        layers: range,
-        before: Tensor | None,
-        hooks: LayerHooks,
+        self, chunk: PromptRows, layers: range, before: Tensor | None, hooks: LayerHooks
     ) -> Tensor | None:
         """As `prefill_chunk`, of some layers alone: from the residual `before` them (None: from the
         tokens, whose ids are looked at only then). Returns the residual after them, on the CPU; after the model's last
@@ -155,6 +147,20 @@ class Engine:
         made: Tensor | None = in_turn([self._chunk_rows(chunk, layers=layers, before=before, hooks=hooks)])[0]
         return made.cpu() if made is not None and layers.stop < self.config.layers else made
 
+    def _pieces(self, chunk: PromptRows) -> list[PromptRows]:
+        """Rows that are computed at once."""
+        apart = self.rows_apart and self.attention.rows_apart(self.dtype, self.config.head_dim)
+        return chunk.pieces(self.block_tokens, apart=apart) if self.exact else [chunk]
+
+    def _chunk(self, chunk: PromptRows, hooks: LayerHooks = NO_HOOKS) -> Generator[None, None, Tensor | None]:
+        """As `prefill_chunk`; yields after each layer. A piece finds there the KV of those before it."""
+        *others, last = self._pieces(chunk)
+        # A layer of the chunk is in the cache when the last piece's is.
+        before = replace(hooks, after_layer=None)
+        steps = [self._chunk_rows(piece, hooks=before) for piece in others]
+        made = yield from rounds([*steps, self._chunk_rows(last, hooks=hooks)])
+        return made[-1]
+
     def _chunk_rows(
         self,
         chunk: PromptRows,
@@ -163,7 +169,7 @@ class Engine:
         before: Tensor | None = None,
         hooks: LayerHooks = NO_HOOKS,
     ) -> Generator[None, None, Tensor | None]:
-        """As `prefill_chunk`; yields after each layer."""
+        """As `_chunk`, of one piece."""
         token_ids, start, block_table = chunk.token_ids, chunk.start, chunk.block_table
         count = len(token_ids)
         self._check(chunk)
@@ -176,7 +182,7 @@ class Engine:
         plan = self._plan([block_table], [count], [start + count], hooks.elsewhere)
         attended = self._room(padded)
         for i in layers:
-            layer = self._model.layers[i]
+            layer = self.transformer.layers[i]
             if hooks.should_stop is not None and hooks.should_stop():
                 return None
             q, k, v = layer.project(x, cos, sin)
@@ -197,7 +203,9 @@ class Engine:
         if not chunk.want_logits:
             return None
         last = x[count - 1 : count]
-        return self._model.logits(torch.cat([last, last.new_zeros(self._padded(1) - 1, last.shape[1])]))[0]
+        return self.transformer.logits(torch.cat([last, last.new_zeros(self._padded(1) - 1, last.shape[1])]))[
+            0
+        ]
 
     def _score(self, x: Tensor, chunk: PromptRows) -> None:
         """Rows of a chunk, `[rows, hidden]`, few at a time; in exact mode with padding: each product has one shape."""
@@ -207,7 +215,7 @@ class Engine:
         scored = []
         for at in range(0, len(behind), TILE_ROWS):
             rows = slice(at, at + TILE_ROWS)
-            scored += score(self._model.logits(x[rows]), behind[rows], scores.top)
+            scored += score(self.transformer.logits(x[rows]), behind[rows], scores.top)
         scores.put(chunk.start, scored)
 
     def _check(self, chunk: PromptRows) -> None:
@@ -215,10 +223,8 @@ class Engine:
         assert count > 0, "an empty chunk has no last token"
         assert end <= self.config.context_tokens_max, (chunk.start, count, self.config.context_tokens_max)
         if self.exact:
-            assert chunk.start % self.block_tokens == 0, (
-                f"{chunk.start} is off the grid of {self.block_tokens} tokens"
-            )
-            assert count <= self.block_tokens, (count, self.block_tokens)
+            assert chunk.start % self.block_tokens == 0, (chunk.start, "is off the grid", self.block_tokens)
+            assert len(self._pieces(chunk)) == 1, (count, self.block_tokens)
 
     @torch.inference_mode()
     def mixed(
@@ -231,20 +237,20 @@ class Engine:
         """One iteration of chunks of prompts and, beside them, of one token for each sequence that decodes.
 
         Returns the results of `decode`, None where no sequence decodes, and for each chunk those of `prefill_chunk`;
-        one prompt's chunks come in order. In fast mode all rows share the linear layers' products. In exact mode every
-        group of rows is computed as if it were alone, and so has the same bits; groups take turns layer by layer.
+        one prompt's chunks come in order. All rows share the linear layers' products; in exact mode only where rows are
+        computed apart. Elsewhere every group of rows is computed as if it were alone, and so has the same bits; groups
+        take turns layer by layer.
         """
         assert len(token_ids) == len(positions) == len(block_tables), (len(token_ids), len(positions))
         assert chunks or token_ids, "an iteration without rows"
-        if not self.exact:
+        if self.rows_apart or not self.exact:
             return self._fused(chunks, token_ids, positions, block_tables)
         decodes = [
             self._decode_rows(token_ids[rows], positions[rows], block_tables[rows])
             for rows in (self.groups_of(len(token_ids)) if token_ids else [])
         ]
         # A chunk finds in each layer the KV of the one before it: it comes later in every round.
-        steps: list[Generator[None, None, Tensor | None]] = [*decodes, *map(self._chunk_rows, chunks)]
-        made = in_turn(steps)
+        made: list[Tensor | None] = in_turn([*decodes, *map(self._chunk, chunks)])
         logits = [row for row in made[: len(decodes)] if row is not None]
         return torch.cat(logits) if logits else None, made[len(decodes) :]
 
@@ -255,11 +261,10 @@ class Engine:
         positions: Sequence[int],
         block_tables: Sequence[Sequence[int]],
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """`mixed` in fast mode: rows of decodes, then those of the chunks, then padding."""
+        """`mixed` with shared products: rows of decodes, then those of the chunks, then padding."""
         batch, ids, places = len(token_ids), list(token_ids), list(positions)
         tables = list(block_tables)
         for chunk in chunks:
-            self._check(chunk)
             count = len(chunk.token_ids)
             ids += chunk.token_ids
             places += range(chunk.start, chunk.start + count)
@@ -271,27 +276,28 @@ class Engine:
         if batch:
             decodes = self._plan(block_tables, [1] * batch, [position + 1 for position in positions], None)
             plans.append((slice(0, batch), decodes))
-        at = batch
+        owns, at = [], batch
         for chunk in chunks:
-            count = len(chunk.token_ids)
-            plan = self._plan([chunk.block_table], [count], [chunk.start + count], None)
-            plans.append((slice(at, at + count), plan))
-            at += count
+            owns.append(slice(at, at + len(chunk.token_ids)))
+            for piece in self._pieces(chunk):
+                self._check(piece)
+                count = len(piece.token_ids)
+                plan = self._plan([piece.block_table], [count], [piece.start + count], None)
+                plans.append((slice(at, at := at + count), plan))
         attended = self._room(padded)
-        for i, layer in enumerate(self._model.layers):
+        for i, layer in enumerate(self.transformer.layers):
             q, k, v = layer.project(x, cos, sin)
             self._store(i, slots, k[:rows], v[:rows])
             for own, plan in plans:
                 self._attend(i, q[own], k[own], v[own], plan, attended[own])
             x = layer.finish(x, attended.view(padded, -1))
-        for chunk, (own, _) in zip(chunks, plans[bool(batch) :], strict=True):
+        for chunk, own in zip(chunks, owns, strict=True):
             self._score(x[own], chunk)
         # The widest product of all is for rows that a token is drawn from.
-        ends = [own.stop - 1 for own, _ in plans[bool(batch) :]]
-        wanted = [end for end, chunk in zip(ends, chunks, strict=True) if chunk.want_logits]
+        wanted = [own.stop - 1 for own, chunk in zip(owns, chunks, strict=True) if chunk.want_logits]
         if not batch and not wanted:
             return None, [None] * len(chunks)
-        drawn = self._model.logits(x[[*range(batch), *wanted]])
+        drawn = self.transformer.logits(x[[*range(batch), *wanted]])
         lasts = iter(drawn[batch:])
         return drawn[:batch] if batch else None, [
             next(lasts) if chunk.want_logits else None for chunk in chunks
@@ -358,7 +364,7 @@ class Engine:
         slots = self._slots(block_tables, lengths)
         x, cos, sin, attended = self._enter_decode(token_ids, positions)
         plan = self._plan(block_tables, [1] * batch, [length + 1 for length in lengths], elsewhere)
-        for i, layer in enumerate(self._model.layers):
+        for i, layer in enumerate(self.transformer.layers):
             q, k, v = layer.project(x, cos, sin)
             if elsewhere is not None:
                 elsewhere.ask(i, q[:batch])
@@ -370,7 +376,7 @@ class Engine:
             else:
                 self._attend(i, q[:batch], k[:batch], v[:batch], plan, attended)
             x = layer.finish(x, attended.view(len(attended), -1))
-        return self._model.logits(x)[:batch]
+        return self.transformer.logits(x)[:batch]
 
     def _decode_away(
         self, token_ids: Sequence[int], positions: Sequence[int], cache: CacheElsewhere
@@ -378,7 +384,7 @@ class Engine:
         """Logits; yields in each layer when its attention is under way."""
         batch = len(token_ids)
         x, cos, sin, attended = self._enter_decode(token_ids, positions)
-        for i, layer in enumerate(self._model.layers):
+        for i, layer in enumerate(self.transformer.layers):
             q, normed = layer.query(x, cos, sin)
             cache.ask(i, q[:batch])
             k, v = layer.key_value(normed, cos, sin)
@@ -386,7 +392,7 @@ class Engine:
             yield
             cache.collect(attended)
             x = layer.finish(x, attended.view(len(attended), -1))
-        return self._model.logits(x)[:batch]
+        return self.transformer.logits(x)[:batch]
 
     def _plan(
         self,
@@ -420,13 +426,13 @@ class Engine:
         self, token_ids: Sequence[int], positions: Sequence[int], padded: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Embeddings `[padded, hidden]` and rotary tables; rows of padding are token 0 at position 0."""
-        self._model.rotary.reach(max(positions) + 1)
+        self.transformer.rotary.reach(max(positions) + 1)
         blank = [0] * (padded - len(token_ids))
         ids = torch.tensor([*token_ids, *blank], dtype=torch.int64, device=self.device)
-        cos, sin = self._model.rotary.rows(
+        cos, sin = self.transformer.rotary.rows(
             torch.tensor([*positions, *blank], dtype=torch.int64, device=self.device)
         )
-        return self._model.embed(ids), cos, sin
+        return self.transformer.embed(ids), cos, sin
 
     def _enter_decode(
         self, token_ids: Sequence[int], positions: Sequence[int]

@@ -18,17 +18,31 @@ def cut(rows: int, rows_max: int, groups: int) -> list[slice]:
     return [slice(first, end) for first, end in itertools.pairwise(ends)]
 
 
-def in_turn(steps: Sequence[Generator[None, None, T]]) -> list[T]:
-    """Each goes on to its next `yield`, one after the other, until all have returned; their results.
+def rounds(steps: Sequence[Generator[None, None, T]]) -> Generator[None, None, list[T]]:
+    """Each goes on to its next `yield`, one after the other, until all have returned; their results. Yields between two
+    rounds.
 
     Source: Lamina (arXiv 2405.01814), section 4.3, for one device that computes models.
     """
     results: dict[int, T] = {}
-    while len(results) < len(steps):
+    while True:
         for number, step in enumerate(steps):
             if number not in results:
                 try:
                     next(step)
                 except StopIteration as end:
                     results[number] = end.value
-    return [results[number] for number in range(len(steps))]
+        if len(results) == len(steps):
+            return [results[number] for number in range(len(steps))]
+        yield
+
+
+def in_turn(steps: Sequence[Generator[None, None, T]]) -> list[T]:
+    """All `rounds`, one after the other."""
+    turns = rounds(steps)
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            found: list[T] = end.value
+            return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -39,7 +39,9 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Tokens `[start, start + len(token_ids))` of one sequence; in exact mode a block of the grid, or its beginning."""
+    """Tokens `[start, start + len(token_ids))` of one sequence; in exact mode blocks of the grid, the last of which may
+    be a block's beginning.
+    """
 
     token_ids: Sequence[int]
     start: int
@@ -48,3 +50,25 @@ class PromptRows:
     """The last token's."""
     scores: PromptScores | None = None
     """Gets those of the tokens behind these, where they are wanted."""
+
+    def pieces(self, block_tokens: int, *, apart: bool) -> list[PromptRows]:
+        """Rows that have the same bits in exact mode when they are computed at once: those of a block, or, where rows
+        are computed `apart`, of all blocks but a last one of one token, which is attended to as in decode.
+        """
+        last = (len(self.token_ids) - 1) // block_tokens * block_tokens
+        if apart and last < len(self.token_ids) - 1:
+            return [self]
+        return self._cut(max(1, last) if apart else block_tokens)
+
+    def _cut(self, tokens: int) -> list[PromptRows]:
+        """Into pieces of so many, in order; logits are wanted of the last one alone."""
+        count = len(self.token_ids)
+        return [
+            replace(
+                self,
+                token_ids=self.token_ids[at : at + tokens],
+                start=self.start + at,
+                want_logits=self.want_logits and at + tokens >= count,
+            )
+            for at in range(0, count, tokens)
+        ]

@@ -29,6 +29,7 @@ from halfmoon.workers.model.engine import Engine, Tensor
 from halfmoon.workers.model.loading.cache_files import cache_folder, held_lock, replace_file
 
 AGAIN = "the same prompt computed again, in other blocks"
+TOGETHER = "blocks of a prompt computed together"
 CACHED = "a prefix that came from a cache"
 BATCHED = "a batch"
 BLOCKS_MIN = 5
@@ -156,6 +157,8 @@ def differing_ways(engine: Engine) -> list[str]:
         short_alone = [_prefilled(engine, short, third), *_decoded(engine, [short], [third])[0]]
         if _prefilled(engine, long, second) != cold:
             found.append(AGAIN)
+        if _prefilled(engine, long, second, chunk_tokens=len(long)) != cold:
+            found.append(TOGETHER)
         _move_block(engine, first[0], second[0])
         if _prefilled(engine, long, second, start=size) != cold:
             found.append(CACHED)
@@ -207,11 +210,14 @@ def _read(path: Path) -> Trial | None:
     return Trial(rows, differing)
 
 
-def _prefilled(engine: Engine, prompt: Sequence[int], table: Sequence[int], *, start: int = 0) -> str:
-    """Digest of the last token's logits after prefill of `prompt[start:]`, a block at a time."""
+def _prefilled(
+    engine: Engine, prompt: Sequence[int], table: Sequence[int], *, start: int = 0, chunk_tokens: int = 0
+) -> str:
+    """Digest of the last token's logits after prefill of `prompt[start:]`, a chunk (0: a block) at a time."""
     logits: Tensor | None = None
-    for at in range(start, len(prompt), engine.block_tokens):
-        chunk = prompt[at : at + engine.block_tokens]
+    step = chunk_tokens or engine.block_tokens
+    for at in range(start, len(prompt), step):
+        chunk = prompt[at : at + step]
         logits = engine.prefill_chunk(chunk, at, table, want_logits=at + len(chunk) == len(prompt))
     assert logits is not None, (start, len(prompt))
     return engine.logits_digest(logits)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from halfmoon.schemas.decisions import LayerStage, StartPrefill
+from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.prefill.actions import ComputePrompt
@@ -39,6 +40,15 @@ class Prepared(Protocol):
         """Blocks that would be of use if they were."""
 
 
+def chunk_of(layout: Layout, tokens_max: int) -> int:
+    """Tokens of a chunk. In exact numerics so many whole blocks that a segment is whole chunks, one block at least."""
+    if layout.numerics != "exact":
+        return tokens_max
+    each = max(1, layout.segment_tokens // layout.block_tokens)
+    fitting = (n for n in range(each, 1, -1) if each % n == 0 and n * layout.block_tokens <= tokens_max)
+    return next(fitting, 1) * layout.block_tokens
+
+
 def shared_keys(order: StartPrefill, reply: TakeReply) -> bytes:
     """Keys of the blocks that others may read. Behind what was cached when a reference was chosen there are none: KV
     that a similar prompt stood in for must not be found under the keys of this one.
@@ -69,7 +79,10 @@ def prompt_to_compute(job: Prepared) -> ComputePrompt:
         exact = min(order.exact_blocks, job.usable_blocks)
         reference = job.reference.slots(max(begin, exact * block_tokens), job.reply.retain_percent)
     cut = total if reference is None else reference.first_token
-    starts = [*range(begin, cut, chunk_tokens), *range(cut, total, chunk_tokens)]
+    # Exact numerics: on a grid of the prompt's, so that none lies in two segments.
+    off = begin % chunk_tokens if job.rules.layout.numerics == "exact" else 0
+    starts = [*range(begin - off, cut, chunk_tokens), *range(cut, total, chunk_tokens)]
+    starts[0] = begin
     return ComputePrompt(
         order_id=order.order_id,
         token_ids=job.token_ids,

@@ -44,6 +44,7 @@ from halfmoon.workers.prefill.first_tokens import FirstTokenAnswer
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.layer_stages.job import StageJob
 from halfmoon.workers.prefill.prefix_waits import reserve_in_turn
+from halfmoon.workers.prefill.prompt_chunks import chunk_of
 from halfmoon.workers.prefill.stages import PAUSED_STAGES, TURN_STAGES, WAITING_STAGES, JobRules, PrefillStage
 
 
@@ -71,8 +72,7 @@ class PrefillState:
             worker_id=worker.worker_id,
             layout=layout,
             has_store=has_store,
-            # Exact numerics: a block's KV depends on the chunk that it is computed in, so every chunk is one block.
-            chunk_tokens=layout.block_tokens if layout.numerics == "exact" else chunk_tokens,
+            chunk_tokens=chunk_of(layout, chunk_tokens),
             stream_layers=stream_layers,
             prompt_blocks_max=None if self.outgrows_cache or not layout.layers else kv_blocks,
             eos_ids=worker.eos_ids,

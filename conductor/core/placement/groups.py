@@ -104,7 +104,7 @@ def _best_chunks(
     """Tokens of a chunk, and the time from the first chunk's begin to the last one's end."""
     block, last = members[-1].block_tokens, members[-1]
     sizes = [block]
-    # In exact numerics a block's KV depends on the chunk that it is computed in.
+    # In exact numerics several blocks may be one chunk only where rows are computed apart, which no worker tells.
     while last.layout.numerics == "fast" and sizes[-1] < tokens - cached:
         sizes.append(2 * sizes[-1])
     times = [(_pipeline_ns(state, members, tokens, cached, size, now_ns), size) for size in sizes]
@@ -122,7 +122,7 @@ def _pipeline_ns(
     chunks = -(-uncached // chunk)
     begun = cached + (chunks - 1) * chunk
     # Stages are as fast as the slowest worker. In fast numerics each chunk has the fixed cost of a prefill again; in
-    # exact ones there are the same chunks on one worker.
+    # exact ones the chunks are those that costs are measured with.
     base_ns = max(worker.cost.prefill_base_ns for worker in members)
     extra_ns = base_ns * (chunks - 1) if last.layout.numerics == "fast" else 0
     all_ns = max(worker.cost.prefill_ns(tokens, cached) for worker in members) - base_ns + extra_ns

@@ -11,10 +11,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from halfmoon.workers.model.attention.kernel import Attention, LayerCache, Plan, StepRuns, Tensor, runs_of
+import torch
+
+from halfmoon.workers.model.attention.kernel import (
+    Attention,
+    LayerCache,
+    Plan,
+    SegmentRun,
+    StepRuns,
+    Tensor,
+    runs_of,
+)
 from halfmoon.workers.model.attention.states import Partial, StateStack
 
 
@@ -24,7 +34,9 @@ class ExactPlan(Plan):
 
     runs: StepRuns = field(default_factory=StepRuns)
     parts: int = 0
-    """The most past segments of a sequence."""
+    """The most past segments of a sequence with one query."""
+    chunks: list[list[SegmentRun]] = field(default_factory=list)
+    """Where sequences have more queries: the segments before each one's blocks."""
     elsewhere: Elsewhere | None = None
     """Its queries are one of each sequence, or a chunk of one sequence."""
 
@@ -79,18 +91,40 @@ class ExactAttention(Attention):
         assert segment_tokens % base.block_tokens == 0, (segment_tokens, base.block_tokens)
         self.name, self.segment_tokens, self._base = base.name, segment_tokens, base
 
+    def rows_apart(self, dtype: torch.dtype, head_dim: int) -> bool:
+        return self._base.rows_apart(dtype, head_dim)
+
     def plan(
         self, tables: Sequence[Sequence[int]], query_tokens: Sequence[int], context_tokens: Sequence[int]
     ) -> ExactPlan:
         whole = self._base.plan(tables, query_tokens, context_tokens)
         plan = ExactPlan(whole.query_tokens, whole.sequences)
         pasts = [context - count for count, context in zip(query_tokens, context_tokens, strict=True)]
-        for row, (sequence, past) in enumerate(zip(plan.sequences, pasts, strict=True)):
-            plan.runs.items += runs_of(
-                row, sequence.blocks, past, self.segment_tokens, self.block_tokens, self.device
-            )
-            plan.parts = max(plan.parts, -(-past // self.segment_tokens))
+        for sequence, past, count in zip(plan.sequences, pasts, query_tokens, strict=True):
+            if max(query_tokens) > 1:
+                plan.chunks.append(self._chunk_runs(sequence.blocks, past, count))
+            else:
+                table, size = sequence.blocks, self.block_tokens
+                plan.runs.items += runs_of(sequence.row, table, past, self.segment_tokens, size, self.device)
+                plan.parts = max(plan.parts, -(-past // self.segment_tokens))
         return plan
+
+    def _chunk_runs(self, table: Sequence[int], past: int, count: int) -> list[SegmentRun]:
+        """The segments before the blocks of a chunk: each row sees what is before its own block."""
+        size, segment_tokens = self.block_tokens, self.segment_tokens
+        before = past + torch.arange(count) // size * size
+        runs: list[SegmentRun] = []
+        for first in range(0, int(before[-1]), segment_tokens):
+            tokens = min(segment_tokens, int(before[-1]) - first)
+            row = int((before <= first).sum())
+            seen = (before[row:] - first).clamp(max=tokens)
+            found = runs_of(
+                row, table[first // size :], tokens, segment_tokens, size, self.device,
+                part=first // segment_tokens,
+            )  # fmt: skip
+            all_see_all = row == 0 and int(seen[0]) == tokens
+            runs += found if all_see_all else [replace(run, seen=seen) for run in found]
+        return runs
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
         assert isinstance(plan, ExactPlan), plan
@@ -99,23 +133,29 @@ class ExactAttention(Attention):
             self.finish(plan, out)
             return
         assert plan.elsewhere is None or len(plan.query_tokens) == 1, plan.query_tokens
-        row = 0
-        for i, count in enumerate(plan.query_tokens):
-            own = slice(row, row + count)
-            state = self._base.partial(q[own], k[own], v[own], causal=True)
-            parts = -(-(plan.sequences[i].tokens - count) // self.segment_tokens)
-            if parts:
-                states = StateStack(parts, count, q.shape[1], q.shape[2], q.device)
-                past = [run for run in plan.runs.items if run.row == i]
-                self._base.chunk_states(q[own], cache.k, cache.v, past, states)
-                states.own_out = state.out.unsqueeze(2)
-                states.own_lse.copy_(state.lse)
-                if plan.elsewhere is not None:
-                    plan.elsewhere.collect(states)
-                out[own] = states.merged()
-            else:
-                out[own] = state.out
-            row += count
+        for sequence, count, past in zip(plan.sequences, plan.query_tokens, plan.chunks, strict=True):
+            rows = slice(sequence.row, sequence.row + count)
+            own = self._own_blocks(q[rows], k[rows], v[rows])
+            last_block = sequence.tokens - count + (count - 1) // self.block_tokens * self.block_tokens
+            parts = -(-last_block // self.segment_tokens)
+            if parts == 0:
+                out[rows] = own.out
+                continue
+            states = StateStack(parts, len(own.out), q.shape[1], q.shape[2], q.device)
+            self._base.chunk_states(q[rows], cache.k, cache.v, past, states)
+            states.own_out = own.out.unsqueeze(2)
+            states.own_lse.copy_(own.lse)
+            if plan.elsewhere is not None:
+                plan.elsewhere.collect(states)
+            out[rows] = states.merged()
+
+    def _own_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+        """The states of a chunk's rows, each over its own block as far as it has come."""
+        blocks = [slice(at, at + self.block_tokens) for at in range(0, len(q), self.block_tokens)]
+        states = [self._base.partial(q[own], k[own], v[own], causal=True) for own in blocks]
+        if len(states) == 1:
+            return states[0]
+        return Partial(torch.cat([each.out for each in states]), torch.cat([each.lse for each in states]))
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: ExactPlan) -> None:
         """Attention of one query of each sequence, as far as it is computed here; `finish` is the rest."""

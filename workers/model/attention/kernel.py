@@ -51,6 +51,8 @@ class SegmentRun:
     """Row of the first token where the blocks lie in one run, else None."""
     index: Tensor | None
     """Block numbers to gather, int64, where the blocks are scattered."""
+    seen: Tensor | None = None
+    """Of a chunk: how many of the tokens each row sees from `row` on, int64 and ascending. None: all rows see all."""
 
 
 @dataclass(slots=True)
@@ -159,6 +161,10 @@ class Attention(ABC):
     ) -> Plan:
         return make_plan(tables, query_tokens, context_tokens, self.block_tokens, self.device)
 
+    def rows_apart(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether the bits of a chunk's row depend on its query and its keys alone, however many rows there are."""
+        return False
+
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
         """Causal attention of every sequence of `plan`, rows of `q` in its order, into `out` (like
@@ -190,16 +196,20 @@ class Attention(ABC):
     def chunk_states(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Sequence[SegmentRun], states: StateStack
     ) -> None:
-        """Writes the states of all rows of `q`, a chunk of one sequence, over each segment of `runs`."""
+        """Writes the states of the rows of `q`, a chunk of one sequence, over each segment of `runs`."""
         for run in runs:
             keys, values = (self.segments(cache, run).transpose(1, 2) for cache in (k_cache, v_cache))
+            rows = slice(0 if run.seen is None else run.row, None)
             for i in range(run.segments):
                 place = run.part + i
-                self._write_partial(q, keys[i], values[i], states.out[place], states.lse[place])
+                out, lse = states.out[place, rows], states.lse[place, rows]
+                self._write_partial(q[rows], keys[i], values[i], run.seen, out, lse)
 
-    def _write_partial(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        """That of all keys, f32."""
-        state = self.partial(q, k, v, causal=False)
+    def _write_partial(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, out: Tensor, lse: Tensor
+    ) -> None:
+        """In f32. `seen` is as a run's."""
+        state = self.partial(q, k, v, causal=False) if seen is None else self.partial_at(q, k, v, seen - 1)
         out.copy_(state.out)
         lse.copy_(state.lse)
 
@@ -238,6 +248,9 @@ class SdpaAttention(Attention):
         super().__init__(block_tokens, device)
         found = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
         self._flash = found.default if private_op and found is not None and device.type == "cpu" else None
+
+    def rows_apart(self, dtype: torch.dtype, head_dim: int) -> bool:
+        return self.device.type == "cpu" and chunk_kernel(dtype, head_dim) is not None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
         singles = bool(plan.single.items) and _state_kernel(q, cache.k) is not None
@@ -316,12 +329,14 @@ class SdpaAttention(Attention):
         out = o.reshape(kv_heads, group, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim)
         return Partial(out, lse.reshape(heads, rows).t().float())
 
-    def _write_partial(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    def _write_partial(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, out: Tensor, lse: Tensor
+    ) -> None:
         kernel = _chunk_kernel(k)
         if kernel is None:
-            super()._write_partial(q, k, v, out, lse)
+            super()._write_partial(q, k, v, seen, out, lse)
         else:
-            kernel(q, k, v, torch.full((len(q),), len(k)), out, lse)
+            kernel(q, k, v, torch.full((len(q),), len(k)) if seen is None else seen, out, lse)
 
     def partial_at(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Partial:
         kernel = _chunk_kernel(k)

@@ -34,6 +34,10 @@ from halfmoon.workers.model.kernels.tiles import (
 Tensor = torch.Tensor
 
 
+_BLOCK_ROWS = 96
+"""So many rows, with their results, stay in the second cache while the panels go by: those of many more would not."""
+
+
 class PackedRows:
     """The weight `[outputs, inputs]` of a product, f32, bf16 or f16, on the CPU. Raises `KernelUnavailable`."""
 
@@ -111,10 +115,24 @@ def _attempt(dtype: torch.dtype) -> _Multiply | KernelUnavailable:
 
 
 def _product(module: ir.Module, words: Words) -> Code:
-    """Its units are panels."""
+    """Its units are panels. Rows go through all of them by blocks, as few and as even as can be."""
     panels = panels_code(module, words)
     code = Code(module, "product", ADDRESSES, (*STRIDES, "rows", *OF_WORK), internal=True)
-    code.run(panels, code.given)
+    builder, given = code.builder, code.given
+    blocks = code.divided_up(given["rows"], _BLOCK_ROWS)
+    block_rows = code.divided_up(given["rows"], blocks)
+
+    def block(index: Value) -> None:
+        first = code.multiply(index, block_rows)
+        told = {
+            **given,
+            "x": code.at(given["x"], code.multiply(first, given["x_row"])),
+            "out": code.at(given["out"], code.multiply(first, given["out_row"])),
+            "rows": code.smaller(builder.sub(given["rows"], first), block_rows),
+        }
+        code.run(panels, told)
+
+    code.each(blocks, block)
     return code.ended()
 
 
