@@ -56,9 +56,7 @@ class WorkerOptions(PoolOptions, frozen=True, kw_only=True):
     batch_max: Annotated[int, option("sequences in one decode batch")] = 16
     threads: Annotated[int, option("torch threads", ge=1)] = 1
     attention_kernel: Literal["auto", "sdpa", "flash"] = "auto"
-    chunk_tokens: Annotated[
-        int, option("of a prefill chunk; exact numerics: whole blocks that divide a segment")
-    ] = 1024
+    chunk_tokens: Annotated[int, option("of a prefill chunk; exact: blocks that divide a segment")] = 1024
     no_stream_layers: Annotated[bool, option("push KV after the last layer, to compare")] = False
     lend: Annotated[
         bool,
