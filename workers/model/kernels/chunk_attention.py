@@ -37,11 +37,11 @@ from halfmoon.workers.model.kernels.weights import weigh
 
 Tensor = torch.Tensor
 
-_BLOCK_ROWS = 48
+_BLOCK_ROWS = 54
 """Whole tiles of any table."""
 _BLOCK_KEYS = 1024
 """So many scores of a block's rows stay in the second cache, with the keys or the values. Beyond, it has fewer rows."""
-_BLOCK_ROWS_MIN = 12
+_BLOCK_ROWS_MIN = 18
 _KEPT_BYTES_MAX = 16 << 20
 """Of a thread's memory. What is larger is given back: many keys take long enough beside it."""
 

@@ -9,8 +9,8 @@ Weights are read once, in the order in which they lie (`tiles`): a step of a sma
 
 Rows are rounded to the type of the weights. bf16 and f16 weights are widened in registers, which loses nothing and
 reads half the bytes. A word of 32 bits holds an output's bf16 weights of two inputs, of which the second comes first in
-the chain: so does the instruction for such pairs (AVX512-BF16), which takes half the time and gives the same bits, but
-that it takes numbers below 2 ** -126 for 0.
+the chain: so does the instruction for such pairs (AVX512-BF16), which may take half the time and gives the same bits,
+but that it takes numbers below 2 ** -126 for 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from halfmoon.workers.model.kernels.tiles import (
 Tensor = torch.Tensor
 
 
-_BLOCK_ROWS = 96
+_BLOCK_ROWS = 144
 """So many rows, with their results, stay in the second cache while the panels go by: those of many more would not."""
 
 
