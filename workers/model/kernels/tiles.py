@@ -29,9 +29,9 @@ from halfmoon.workers.model.kernels.code import (
 
 TILES = {16: {1: 6, 4: 1}, 32: {1: 6, 3: 9, 4: 4}}
 """By the CPU's registers of a vector (32 of AVX-512): the most rows of a tile of so many panels. Its sums, weights of
-one input and an activation fit in the registers. Many rows go by the highest tiles, and what panels these leave by tiles
-of one. A tile of 9 rows and 3 panels loads 12 times for 27 products; of one panel alone it would load oftener than it
-multiplies, which keeps a CPU that multiplies two vectors at once from its speed."""
+one input and an activation fit in the registers. Many rows go by the highest tiles, and the panels that these leave by
+tiles of one. A tile of 9 rows and 3 panels loads 12 times for 27 products; of one panel alone it would load oftener
+than it multiplies, which keeps a CPU that multiplies two vectors at once from its speed."""
 
 ADDRESSES = ("x", "weights", "bias", "out")
 STRIDES = ("x_row", "panel", "out_row", "steps")
