@@ -170,13 +170,19 @@ def test_exact_mode_refuses_chunks_off_its_grid(engine: Engine) -> None:
         engine.prefill_chunk([5] * 10, 10, [0, 1])
 
 
-@pytest.mark.parametrize("scattered", [False, True])
-def test_blocks_computed_together_have_the_bits_of_each_alone(model: LoadedModel, *, scattered: bool) -> None:
-    """Logits and KV, in chunks of several blocks, which begin and end anywhere in the segments, of two blocks each; of
+@pytest.mark.parametrize(("scattered", "segment_blocks"), [(False, 2), (True, 2), (False, 0)])
+def test_blocks_computed_together_have_the_bits_of_each_alone(
+    model: LoadedModel, *, scattered: bool, segment_blocks: int
+) -> None:
+    """Logits and KV, in chunks of several blocks, which begin and end anywhere in the segments, if there are any; of
     some prompts the last block has one token.
     """
     engine = Engine(
-        model, num_blocks=16, block_tokens=BLOCK_TOKENS, exact=True, segment_tokens=2 * BLOCK_TOKENS
+        model,
+        num_blocks=16,
+        block_tokens=BLOCK_TOKENS,
+        exact=True,
+        segment_tokens=segment_blocks * BLOCK_TOKENS,
     )
     order = np.random.default_rng(5).permutation(16).tolist() if scattered else list(range(16))
     for tokens in (300, 321, 129, 130):

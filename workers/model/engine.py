@@ -149,7 +149,7 @@ class Engine:
 
     def _pieces(self, chunk: PromptRows) -> list[PromptRows]:
         """Rows that are computed at once."""
-        apart = self.rows_apart and self.attention.rows_apart(self.dtype, self.config.head_dim)
+        apart = self.rows_apart and self.attention.blocks_apart(self.dtype, self.config.head_dim)
         return chunk.pieces(self.block_tokens, apart=apart) if self.exact else [chunk]
 
     def _chunk(self, chunk: PromptRows, hooks: LayerHooks = NO_HOOKS) -> Generator[None, None, Tensor | None]:
@@ -203,9 +203,8 @@ class Engine:
         if not chunk.want_logits:
             return None
         last = x[count - 1 : count]
-        return self.transformer.logits(torch.cat([last, last.new_zeros(self._padded(1) - 1, last.shape[1])]))[
-            0
-        ]
+        padding = last.new_zeros(self._padded(1) - 1, last.shape[1])
+        return self.transformer.logits(torch.cat([last, padding]))[0]
 
     def _score(self, x: Tensor, chunk: PromptRows) -> None:
         """Rows of a chunk, `[rows, hidden]`, few at a time; in exact mode with padding: each product has one shape."""

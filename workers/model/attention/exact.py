@@ -91,7 +91,7 @@ class ExactAttention(Attention):
         assert segment_tokens % base.block_tokens == 0, (segment_tokens, base.block_tokens)
         self.name, self.segment_tokens, self._base = base.name, segment_tokens, base
 
-    def rows_apart(self, dtype: torch.dtype, head_dim: int) -> bool:
+    def blocks_apart(self, dtype: torch.dtype, head_dim: int) -> bool:
         return self._base.rows_apart(dtype, head_dim)
 
     def plan(

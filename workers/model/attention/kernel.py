@@ -162,7 +162,11 @@ class Attention(ABC):
         return make_plan(tables, query_tokens, context_tokens, self.block_tokens, self.device)
 
     def rows_apart(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether the bits of a chunk's row depend on its query and its keys alone, however many rows there are."""
+        """Whether the bits of the state of a chunk's row depend on its query and its keys alone."""
+        return False
+
+    def blocks_apart(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether a row of a chunk has the same bits whatever blocks are in the chunk with its own."""
         return False
 
     @abstractmethod
