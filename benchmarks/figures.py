@@ -295,6 +295,7 @@ ROWS = (
         "cpu_engines.json",
         _cpu_engines,
     ),
+    Row("the same on a core with AMX", "cpu_engines_amx.json", _cpu_engines),
     Row("the same on a core with AVX2 alone", "cpu_engines_avx2.json", _cpu_engines),
     Row(
         "products of cold weights by the row kernel: speed to what memory or multiply-adds allow one core, and time to "

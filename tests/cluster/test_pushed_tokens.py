@@ -82,7 +82,7 @@ async def pushes_tokens_only(cluster: Cluster, lengths: Sequence[int]) -> int:
         told = [message for _, message in await cluster.kv() if isinstance(message, KvReady)]
         told = [each for each in told if each.order_id == went.order_id]
         assert sum(each.moved_bytes for each in told) == went.pushed_bytes
-        assert sum(each.layers for each in told) == layout.layers * layout.blocks(length)
+        assert sum(each.layers * each.blocks for each in told) == layout.layers * layout.blocks(length)
         if length < BLOCK_TOKENS:
             assert len(told) == 1, "all layers of a prompt so short are one message"
     await nc.close()
